@@ -1,0 +1,1 @@
+"""Builds the tiny models that the tests and the demo run on."""
