@@ -1,0 +1,48 @@
+"""Restored and prefilled tokens per turn as a picture; needs matplotlib (the extra ``bench``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .rows import Row
+
+MISSING = "--plot needs matplotlib, which is not installed: pip install 'mlx-vlm-cacheplus[bench]'"
+
+
+class PlotUnavailable(RuntimeError):
+    """matplotlib is not installed; the message says how to get it."""
+
+
+def require() -> None:
+    """Raise PlotUnavailable before any work is done, when the picture cannot be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise PlotUnavailable(MISSING) from None
+
+
+def draw(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
+    """Write the picture; stacked bars, one a turn, summed over sessions."""
+    require()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    turns = sorted({row.turn for row in rows})
+    restored = [sum(row.restored for row in rows if row.turn == turn) for turn in turns]
+    prefilled = [sum(row.prefilled for row in rows if row.turn == turn) for turn in turns]
+    new = [sum(row.new for row in rows if row.turn == turn) for turn in turns]
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    axes.bar(turns, restored, label="restored", color="#9ecae1")
+    axes.bar(turns, prefilled, bottom=restored, label="prefilled", color="#e6550d")
+    ceiling = [sum(pair) for pair in zip(restored, new)]
+    axes.plot(turns, ceiling, "k_", markersize=14, label="restored + new")
+    axes.set_xlabel("turn")
+    axes.set_ylabel("prompt tokens")
+    axes.set_title(title)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(str(path))
+    pyplot.close(figure)
