@@ -1,0 +1,43 @@
+"""mlx-vlm-cacheplus serve | doctor | replay | patches."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from . import __version__
+
+COMMANDS = {
+    "serve": "start the stock server with the changes applied; takes the stock's arguments",
+    "doctor": "say what would be applied here, and what stands in the way",
+    "replay": "replay a recorded agent session against a server and count what it reads again",
+    "patches": "list the changes with their patch files and pull-request texts",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] == "serve":
+        # Everything behind the word is the stock's, its --help included.
+        from .commands import serve
+
+        return serve.run(words[1:])
+    parser = argparse.ArgumentParser(prog="mlx-vlm-cacheplus", description=__doc__.split("\n")[0])
+    parser.add_argument("--version", action="version", version=f"mlx-vlm-cacheplus {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if words[:1] == [name]:
+            _module(name).add_arguments(command)
+    options = parser.parse_args(words)
+    return _module(options.command).run(options)
+
+
+def _module(command: str):
+    package = "mlx_vlm_cacheplus.replay.cli" if command == "replay" else f"mlx_vlm_cacheplus.commands.{command}"
+    return importlib.import_module(package)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
