@@ -18,9 +18,10 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ MARKERS = (
 EXPECTED_FAILURE = AssertionError
 
 
-def series(path: Path = SERIES) -> List[str]:
+def series(path: Path = SERIES) -> list[str]:
     """Return the change names of the patch series, in order."""
     lines = path.read_text().splitlines() if path.is_file() else []
     names = [line.split("#")[0].strip() for line in lines]
@@ -50,7 +51,7 @@ def is_behaviour(item: pytest.Item) -> bool:
     return BEHAVIOUR in Path(item.path).parents
 
 
-def changes_of(item: pytest.Item) -> List[str]:
+def changes_of(item: pytest.Item) -> list[str]:
     """Return the changes that a test names, in no order."""
     return [name for mark in item.iter_markers("change") for name in mark.args]
 
@@ -62,8 +63,8 @@ class Leg:
     name: str
     tree: str
     plugin: str
-    upto: Optional[str] = None
-    notes: List[str] = field(default_factory=list)
+    upto: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def fails_marked(self) -> bool:
@@ -76,7 +77,7 @@ class Leg:
         notes = "".join(f"; {note}" for note in self.notes)
         return f"{self.name} ({self.tree} tree, plugin {self.plugin}{upto}){notes}"
 
-    def applied(self) -> Optional[List[str]]:
+    def applied(self) -> list[str] | None:
         """Return the changes in effect, or None for all."""
         if self.upto is None:
             return None
@@ -106,10 +107,10 @@ class Leg:
             all_items[:] = [item for item in all_items if item not in dropped]
 
 
-_ITEMS: pytest.StashKey[List[pytest.Item]] = pytest.StashKey()
+_ITEMS: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
 
 
-def remember_items(config: pytest.Config, items: List[pytest.Item]) -> None:
+def remember_items(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep pytest's own list, from which ``expect`` deselects."""
     config.stash[_ITEMS] = items
 
@@ -123,7 +124,7 @@ def _must_fail(leg: str, names: Sequence[str]) -> pytest.MarkDecorator:
     )
 
 
-def enter(name: Optional[str] = None) -> Leg:
+def enter(name: str | None = None) -> Leg:
     """Bring the process into its leg.  Call before anything imports mlx_vlm."""
     name = name or os.environ.get("CACHEPLUS_LEG") or "M"
     upto = os.environ.get("CACHEPLUS_UPTO") or None
@@ -188,19 +189,19 @@ def _shut_plugin_out() -> None:
     sys.meta_path.insert(0, _NoPlugin())
 
 
-def _enter_stock(upto: Optional[str]) -> Leg:
+def _enter_stock(upto: str | None) -> Leg:
     _shut_plugin_out()
     _require_tree("S", patched=False)
     return Leg("S", "stock", "off")
 
 
-def _enter_patched(upto: Optional[str]) -> Leg:
+def _enter_patched(upto: str | None) -> Leg:
     _shut_plugin_out()
     _require_tree("P", patched=True)
     return Leg("P", "patched", "not imported", upto)
 
 
-def _enter_plugin(upto: Optional[str]) -> Leg:
+def _enter_plugin(upto: str | None) -> Leg:
     _require_tree("M", patched=False)
     report = _plugin().activate()
     wrong = [f.line() for f in report.findings if str(f.state) != "applied"]
@@ -209,13 +210,13 @@ def _enter_plugin(upto: Optional[str]) -> Leg:
     return Leg("M", "stock", "on", notes=[f"applied {len(report.findings)}"])
 
 
-def _patched_changes() -> List[str]:
+def _patched_changes() -> list[str]:
     """Return the names of the changes that have a patch."""
     plugins = importlib.import_module(f"{PLUGIN}.plugins")
     return [change.name for change in plugins.all_changes() if change.has_patch]
 
 
-def _enter_both(upto: Optional[str]) -> Leg:
+def _enter_both(upto: str | None) -> Leg:
     _require_tree("PM", patched=True)
     report = _plugin().activate()
     leg = Leg("PM", "patched", "on", upto)
@@ -231,7 +232,7 @@ def _enter_both(upto: Optional[str]) -> Leg:
     return leg
 
 
-def _target_values() -> Dict[Tuple[str, str], Any]:
+def _target_values() -> dict[tuple[str, str], Any]:
     """Return the raw object of every target of every change (None: not there)."""
     plugins = importlib.import_module(f"{PLUGIN}.plugins")
     patching = importlib.import_module(f"{PLUGIN}.patching")
@@ -243,7 +244,7 @@ def _target_values() -> Dict[Tuple[str, str], Any]:
     return out
 
 
-def _enter_reverted(upto: Optional[str]) -> Leg:
+def _enter_reverted(upto: str | None) -> Leg:
     _require_tree("R", patched=False)
     importlib.import_module("mlx_vlm.server")
     before = _target_values()

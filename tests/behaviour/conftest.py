@@ -48,7 +48,7 @@ def pytest_report_header() -> str:
 @pytest.fixture(scope="session")
 def host():
     """The process' one HTTP server with stock's application."""
-    from tests.fakes.server import serving
+    from tests.fakes.host import serving
 
     logging.getLogger("mlx_vlm.server").setLevel(logging.WARNING)
     with serving() as running:
@@ -58,7 +58,8 @@ def host():
 @pytest.fixture
 def make_server(host):
     """Return ``make_server(model, **settings) -> TinyServer``; see tests/fakes/server.py."""
-    from tests.fakes.server import Settings, TinyServer, resolve_model
+    from tests.fakes.host import Settings, resolve_model
+    from tests.fakes.server import TinyServer
 
     def make(model: str = "hybrid", **settings):
         for name in ("draft_model",):

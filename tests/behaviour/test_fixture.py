@@ -56,9 +56,7 @@ def test_cancel_hangs_up_at_the_token(make_server):
 
 def test_together_shares_a_prefill_batch(make_server):
     server = make_server("dense")
-    replies = server.together(
-        [dict(messages=[user("fox " * n)], max_tokens=4) for n in (4, 4, 4)]
-    )
+    replies = server.together([{"messages": [user("fox " * 4)], "max_tokens": 4}] * 3)
     assert all(reply.forwards[0][0] == 3 for reply in replies)
     assert [reply.prefilled for reply in replies] == [
         len(reply.prompt_ids) for reply in replies
@@ -69,8 +67,8 @@ def test_staggered_request_joins_a_running_row(make_server):
     server = make_server("dense")
     one, two = server.staggered(
         [
-            (0, dict(messages=[user("fox")], max_tokens=20)),
-            (5, dict(messages=[user("yak")], max_tokens=5)),
+            (0, {"messages": [user("fox")], "max_tokens": 20}),
+            (5, {"messages": [user("yak")], "max_tokens": 5}),
         ]
     )
     assert len(one.ids) == 20 and len(two.ids) == 5

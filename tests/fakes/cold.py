@@ -8,8 +8,9 @@ padding and no batch is involved.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 PRIVATE = ("_rqueue",)
 
@@ -18,14 +19,14 @@ PRIVATE = ("_rqueue",)
 class ColdRun:
     """ids[i] is the greedy token after prompt + ids[:i]; gaps[i] its lead over the next one."""
 
-    ids: List[int]
-    gaps: List[float]
+    ids: list[int]
+    gaps: list[float]
 
 
 class ColdModel:
     """A private copy of a model, for reference runs."""
 
-    def __init__(self, path: str, dtype: Optional[str]):
+    def __init__(self, path: str, dtype: str | None):
         import mlx.core as mx
 
         utils = importlib.import_module("mlx_vlm.utils")
@@ -39,8 +40,8 @@ class ColdModel:
         prompt_ids: Sequence[int],
         n: int,
         *,
-        follow: Optional[Sequence[int]] = None,
-        raw_inputs: Optional[Dict[str, Any]] = None,
+        follow: Sequence[int] | None = None,
+        raw_inputs: dict[str, Any] | None = None,
     ) -> ColdRun:
         """Return n greedy ids after ``prompt_ids`` on an empty cache.
 
@@ -60,7 +61,8 @@ class ColdModel:
         extra = {
             k: v
             for k, v in (raw_inputs or {}).items()
-            if k not in PRIVATE and k not in ("input_ids", "pixel_values", "attention_mask")
+            if k not in PRIVATE
+            and k not in ("input_ids", "pixel_values", "attention_mask")
         }
         pixels = (raw_inputs or {}).get("pixel_values")
         mask = (raw_inputs or {}).get("attention_mask")
@@ -68,7 +70,9 @@ class ColdModel:
         kwargs = {k: v for k, v in embed.to_dict().items() if v is not None}
         kwargs = {**extra, **kwargs}
         out = language_model(ids, cache=cache, **kwargs)
-        deltas = kwargs.get("rope_deltas", getattr(language_model, "_rope_deltas", None))
+        deltas = kwargs.get(
+            "rope_deltas", getattr(language_model, "_rope_deltas", None)
+        )
         step_kwargs = {} if deltas is None else {"rope_deltas": deltas}
         result = ColdRun([], [])
         for i in range(n):
@@ -81,7 +85,7 @@ class ColdModel:
         return result
 
 
-def _top(logits: Any) -> Tuple[int, float]:
+def _top(logits: Any) -> tuple[int, float]:
     import mlx.core as mx
 
     values = logits.astype(mx.float32)
@@ -90,9 +94,9 @@ def _top(logits: Any) -> Tuple[int, float]:
     return int(best[1].item()), high - low
 
 
-def first_difference(ids: Sequence[int], cold: ColdRun) -> Optional[Tuple[int, float]]:
+def first_difference(ids: Sequence[int], cold: ColdRun) -> tuple[int, float] | None:
     """Return (index, the cold run's gap there) of the first difference, or None."""
-    for i, (got, want) in enumerate(zip(ids, cold.ids)):
+    for i, (got, want) in enumerate(zip(ids, cold.ids, strict=False)):
         if got != want:
             return i, cold.gaps[i]
     return None

@@ -20,8 +20,9 @@ from __future__ import annotations
 import importlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any
 
 KEY = "cacheplus_test_key"
 HOLD_SECONDS = 10.0
@@ -32,24 +33,24 @@ class Record:
     """One request as the server saw it."""
 
     key: str
-    script: Optional[List[int]] = None
+    script: list[int] | None = None
     then: str = "stop"
-    prompt_ids: List[int] = field(default_factory=list)
-    raw_inputs: Dict[str, Any] = field(default_factory=dict)
-    uid: Optional[int] = None
-    ids: List[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    raw_inputs: dict[str, Any] = field(default_factory=dict)
+    uid: int | None = None
+    ids: list[int] = field(default_factory=list)
     prefilled: int = 0
-    forwards: List[Tuple[int, int, int]] = field(default_factory=list)
-    finish_reason: Optional[str] = None
-    hold_at: Optional[int] = None
+    forwards: list[tuple[int, int, int]] = field(default_factory=list)
+    finish_reason: str | None = None
+    hold_at: int | None = None
     held: threading.Event = field(default_factory=threading.Event)
-    release: Optional[Callable[[], bool]] = None
+    release: Callable[[], bool] | None = None
 
 
 class Puppet:
     """A logits processor that makes the row say ``script``, then ``then``."""
 
-    def __init__(self, script: List[int], then: str, eos: int):
+    def __init__(self, script: list[int], then: str, eos: int):
         self.script = list(script)
         self.then = then
         self.eos = eos
@@ -73,16 +74,16 @@ class Recorder:
     """Install once a process with ``install()``; ``uninstall()`` undoes it."""
 
     def __init__(self) -> None:
-        self.records: Dict[str, Record] = {}
-        self.by_uid: Dict[int, Record] = {}
-        self.by_request: Dict[str, Record] = {}
-        self.decode_calls: List[Tuple[int, int]] = []
-        self.active: Optional[Dict[int, Any]] = None
+        self.records: dict[str, Record] = {}
+        self.by_uid: dict[int, Record] = {}
+        self.by_request: dict[str, Record] = {}
+        self.decode_calls: list[tuple[int, int]] = []
+        self.active: dict[int, Any] | None = None
         self.ticks = 0
         self.gate = 0
         self.gate_reached = threading.Event()
         self._row = threading.local()
-        self._undo: List[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
         self._models: set = set()
 
     # -- what a test asks ---------------------------------------------------
@@ -125,9 +126,7 @@ class Recorder:
 
     def install(self) -> None:
         """Wrap the seams of the installed stock."""
-        normalization = importlib.import_module(
-            "mlx_vlm.server.request_normalization"
-        )
+        normalization = importlib.import_module("mlx_vlm.server.request_normalization")
         generation = importlib.import_module("mlx_vlm.server.generation")
         ar = importlib.import_module("mlx_vlm.generate.ar")
         self._wrap(normalization, "_build_gen_args", self._build_gen_args)

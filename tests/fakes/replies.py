@@ -7,8 +7,9 @@ an endpoint into one, the ``*_stream`` functions the decoded events of a stream.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, Iterator, List, Optional
+from typing import Any
 
 
 class RequestFailed(AssertionError):
@@ -35,21 +36,21 @@ class Reply:
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: List[Dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    finish_reason: Optional[str] = None
-    prompt_ids: List[int] = field(default_factory=list)
-    ids: List[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     prefilled: int = 0
-    forwards: List[tuple] = field(default_factory=list)
+    forwards: list[tuple] = field(default_factory=list)
     raw: Any = None
     record: Any = None
 
-    def message(self) -> Dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """Return the assistant message that a client would send back (chat form)."""
-        out: Dict[str, Any] = {"role": "assistant", "content": self.text}
+        out: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             out["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -64,7 +65,7 @@ class Reply:
         return out
 
 
-def sse_events(lines: Iterable[str]) -> Iterator[Dict[str, Any]]:
+def sse_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON payloads of a server-sent-event stream, without [DONE]."""
     for line in lines:
         if line.startswith("data:"):
@@ -73,7 +74,7 @@ def sse_events(lines: Iterable[str]) -> Iterator[Dict[str, Any]]:
                 yield json.loads(data)
 
 
-def _chat_usage(reply: Reply, usage: Optional[Dict[str, Any]]) -> None:
+def _chat_usage(reply: Reply, usage: dict[str, Any] | None) -> None:
     if not usage:
         return
     reply.prompt_tokens = usage.get("prompt_tokens", 0)
@@ -82,7 +83,7 @@ def _chat_usage(reply: Reply, usage: Optional[Dict[str, Any]]) -> None:
     reply.cached_tokens = details.get("cached_tokens", 0)
 
 
-def _chat_call(call: Dict[str, Any]) -> Dict[str, Any]:
+def _chat_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     return {
         "id": call.get("id"),
@@ -91,7 +92,7 @@ def _chat_call(call: Dict[str, Any]) -> Dict[str, Any]:
     }
 
 
-def chat_reply(body: Dict[str, Any]) -> Reply:
+def chat_reply(body: dict[str, Any]) -> Reply:
     """Return the Reply of a /chat/completions body."""
     choice = body["choices"][0]
     message = choice["message"]
@@ -106,10 +107,10 @@ def chat_reply(body: Dict[str, Any]) -> Reply:
     return reply
 
 
-def chat_stream(events: List[Dict[str, Any]]) -> Reply:
+def chat_stream(events: list[dict[str, Any]]) -> Reply:
     """Return the Reply of a /chat/completions stream."""
     reply = Reply(raw=events)
-    calls: Dict[int, Dict[str, Any]] = {}
+    calls: dict[int, dict[str, Any]] = {}
     for event in events:
         _raise_on_error(event)
         _chat_usage(reply, event.get("usage"))
@@ -130,12 +131,14 @@ def chat_stream(events: List[Dict[str, Any]]) -> Reply:
     return reply
 
 
-def responses_reply(body: Dict[str, Any]) -> Reply:
+def responses_reply(body: dict[str, Any]) -> Reply:
     """Return the Reply of a /responses body."""
     reply = Reply(raw=body)
     for item in body.get("output") or []:
         if item.get("type") == "message":
-            reply.text += "".join(p.get("text") or "" for p in item.get("content") or [])
+            reply.text += "".join(
+                p.get("text") or "" for p in item.get("content") or []
+            )
         elif item.get("type") == "reasoning":
             parts = (item.get("content") or []) + (item.get("summary") or [])
             reply.reasoning += "".join(p.get("text") or "" for p in parts)
@@ -158,9 +161,9 @@ def responses_reply(body: Dict[str, Any]) -> Reply:
     return reply
 
 
-def responses_stream(events: List[Dict[str, Any]]) -> Reply:
+def responses_stream(events: list[dict[str, Any]]) -> Reply:
     """Return the Reply of a /responses stream (from its terminal event)."""
-    last: Dict[str, Any] = {}
+    last: dict[str, Any] = {}
     for event in events:
         _raise_on_error(event)
         if event.get("type") in ("response.completed", "response.incomplete"):
@@ -170,7 +173,7 @@ def responses_stream(events: List[Dict[str, Any]]) -> Reply:
     return reply
 
 
-def _messages_usage(reply: Reply, usage: Optional[Dict[str, Any]]) -> None:
+def _messages_usage(reply: Reply, usage: dict[str, Any] | None) -> None:
     if not usage:
         return
     reply.cached_tokens = usage.get("cache_read_input_tokens") or reply.cached_tokens
@@ -181,7 +184,7 @@ def _messages_usage(reply: Reply, usage: Optional[Dict[str, Any]]) -> None:
     reply.completion_tokens = usage.get("output_tokens") or reply.completion_tokens
 
 
-def messages_reply(body: Dict[str, Any]) -> Reply:
+def messages_reply(body: dict[str, Any]) -> Reply:
     """Return the Reply of a /v1/messages body; prompt_tokens includes cached ones."""
     reply = Reply(raw=body, finish_reason=body.get("stop_reason"))
     for block in body.get("content") or []:
@@ -199,7 +202,7 @@ def messages_reply(body: Dict[str, Any]) -> Reply:
     return reply
 
 
-def messages_stream(events: List[Dict[str, Any]]) -> Reply:
+def messages_stream(events: list[dict[str, Any]]) -> Reply:
     """Return the Reply of a /v1/messages stream."""
     reply = Reply(raw=events)
     for event in events:
@@ -225,7 +228,7 @@ def messages_stream(events: List[Dict[str, Any]]) -> Reply:
     return reply
 
 
-def _raise_on_error(event: Dict[str, Any]) -> None:
+def _raise_on_error(event: dict[str, Any]) -> None:
     error = event.get("error")
     if error or event.get("type") == "error":
         raise RequestFailed(500, json.dumps(event))
