@@ -9,7 +9,7 @@ import importlib
 
 from ..change import Change
 
-ORDER: tuple[str, ...] = ()
+ORDER: tuple[str, ...] = ("row-positions", "row-errors", "output-tokens", "reply-ids")
 
 
 def module_name(name: str) -> str:

@@ -1,0 +1,94 @@
+"""A newer state of a conversation takes the place of its older ones.
+
+Models whose layers cannot be sliced (recurrent, windowed, composite) are stored as
+whole states, in a table with few places.  Each turn adds a state for its prompt and
+one for its reply.  Taking the least recently used place for them would push out
+other conversations, although the turn has just made its own older states useless:
+every state that is a proper prefix of the new one covers less of the same text.
+
+They are dropped only while room is needed, the shortest first, so that with room to
+spare a rewritten reply still finds the state at the end of its prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Sequence, Tuple
+
+# The final state of a prompt and one on the stride below it.
+CAPTURES_PER_PROMPT = 2
+
+
+def bounded_captures(lengths: List[int]) -> List[int]:
+    """Keep the deepest captures that one prompt plans, in tokens.
+
+    The table's size is also the number of captures that stock plans for one prompt,
+    so that a long cold prompt alone would fill a table of any size.
+    """
+    return lengths[-CAPTURES_PER_PROMPT:]
+
+
+def store_superseding(
+    manager: Any,
+    token_ids: Sequence[int],
+    prompt_cache: Sequence[Any],
+    extra_hash: int,
+    store: Callable[[], bool],
+) -> bool:
+    """Store a whole state in the places of those that it supersedes.
+
+    Args:
+        manager: the cache's storage manager.
+        token_ids: the state's key.
+        prompt_cache: the state, one entry a layer; borrowed.
+        extra_hash: the key's salt.
+        store: stock's store, which decides whether the state is taken.
+    """
+    from mlx_vlm.apc import _cache_nbytes
+
+    if manager._exact_cache_max > 0 and token_ids:
+        nbytes = _cache_nbytes(prompt_cache)
+        # One that will be refused must not cost its predecessors.
+        if nbytes <= manager.memory_max_bytes:
+            make_room_for_successor(manager, token_ids, extra_hash, nbytes)
+    return store()
+
+
+def make_room_for_successor(
+    manager: Any, token_ids: Sequence[int], extra_hash: int, nbytes: int
+) -> int:
+    """Drop states that a new one supersedes until it fits beside all others.
+
+    Args:
+        manager: the cache's storage manager; its table is changed under its lock.
+        token_ids: key of the state about to be stored.
+        extra_hash: its salt; states under another salt are never touched.
+        nbytes: its size, in bytes.
+
+    Returns:
+        How many states were dropped.
+    """
+    table = manager._exact_cache
+    dropped = 0
+    with manager.lock:
+        for key in _superseded(table, tuple(token_ids), int(extra_hash)):
+            has_place = len(table) < manager._exact_cache_max
+            has_bytes = (
+                manager._resident_bytes_locked() + nbytes <= manager.memory_max_bytes
+            )
+            if has_place and has_bytes:
+                break
+            del table[key]
+            dropped += 1
+    return dropped
+
+
+def _superseded(table: Any, ids: Tuple[int, ...], extra_hash: int) -> List[Any]:
+    """Keys of the states that are a proper prefix of ``ids``, the shortest first."""
+    prefixes = [
+        (len(entry.token_ids), key)
+        for key, entry in table.items()
+        if entry.extra_hash == extra_hash
+        and len(entry.token_ids) < len(ids)
+        and tuple(entry.token_ids) == ids[: len(entry.token_ids)]
+    ]
+    return [key for _, key in sorted(prefixes)]
