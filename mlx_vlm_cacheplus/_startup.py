@@ -34,7 +34,9 @@ def is_asked(argv, environ):
     if environ.get(ENV, "").strip().lower() not in OFF:
         return True
     arguments = server_arguments(argv) or ()
-    return any(word.startswith("--cacheplus") or word in ("-h", "--help") for word in arguments)
+    return any(
+        word.startswith("--cacheplus") or word in ("-h", "--help") for word in arguments
+    )
 
 
 def main():
@@ -48,7 +50,9 @@ def main():
         activation.arm()
     except Exception as problem:
         try:
-            sys.stderr.write(f"mlx-vlm-cacheplus: not active: {type(problem).__name__}: {problem}\n")
+            sys.stderr.write(
+                f"mlx-vlm-cacheplus: not active: {type(problem).__name__}: {problem}\n"
+            )
         except Exception:
             pass
     finally:

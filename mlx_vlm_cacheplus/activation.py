@@ -76,7 +76,9 @@ def arm(names: Iterable[str] | str | None = None) -> None:
                 hook(sys.modules[module])
 
 
-def activate(names: Iterable[str] | str | None = None, *, defer: bool = False) -> Report | None:
+def activate(
+    names: Iterable[str] | str | None = None, *, defer: bool = False
+) -> Report | None:
     with _lock:
         if not defer:
             if names is not None:
@@ -112,7 +114,10 @@ def _command_words() -> list[str]:
     """The stock server's own arguments; nothing where another program has imported the server."""
     argv = getattr(sys, "argv", None) or [""]
     program = os.path.basename(argv[0])
-    if program in (SERVER, SERVER + ".exe") or server_arguments(list(sys.orig_argv)) is not None:
+    if (
+        program in (SERVER, SERVER + ".exe")
+        or server_arguments(list(sys.orig_argv)) is not None
+    ):
         return argv[1:]
     return []
 
@@ -157,12 +162,24 @@ def _guarded(step: Callable[[], None]) -> None:
         logger.debug("activation failed", exc_info=True)
         text = f"{type(problem).__name__}: {problem}"
         if _process.demanded:
-            exit_with(UsageError(f"{', '.join(sorted(_process.demanded))} cannot be applied: {text}"))
-        print(f"mlx-vlm-cacheplus: not active, the server starts as stock: {text}", file=sys.stderr)
+            exit_with(
+                UsageError(
+                    f"{', '.join(sorted(_process.demanded))} cannot be applied: {text}"
+                )
+            )
+        print(
+            f"mlx-vlm-cacheplus: not active, the server starts as stock: {text}",
+            file=sys.stderr,
+        )
 
 
 def _announce() -> None:
-    if _process.report is not None and not _process.announced and _process.selection and _process.selection.on:
+    if (
+        _process.report is not None
+        and not _process.announced
+        and _process.selection
+        and _process.selection.on
+    ):
         _process.announced = True
         for line in _process.report.lines():
             print(f"mlx-vlm-cacheplus: {line}", file=sys.stderr, flush=True)
@@ -201,7 +218,11 @@ def _complete_environment(words: list[str], selection: Selection) -> None:
         for name, value in os.environ.items():
             if before.get(name) != value:
                 _process.environ_before.setdefault(name, before.get(name))
-    promised = {c.name for c in _process.chosen if c.guarantee and any(o.env in given for o in c.options)}
+    promised = {
+        c.name
+        for c in _process.chosen
+        if c.guarantee and any(o.env in given for o in c.options)
+    }
     _process.demanded = frozenset(promised.union(selection.names or ()))
 
 
@@ -224,8 +245,12 @@ def _apply() -> None:
             for owner in reversed(_process.patcher.owners()):
                 if owner not in before:
                     _process.patcher.revert(owner)
-            raise UsageError(f"{findings[name].line()}; it was asked for by name, so the server does not start without it")
-    _process.report = Report(__version__, stock.version, list(findings.values()), _notes())
+            raise UsageError(
+                f"{findings[name].line()}; it was asked for by name, so the server does not start without it"
+            )
+    _process.report = Report(
+        __version__, stock.version, list(findings.values()), _notes()
+    )
 
 
 def _check(change: Change, stock: StockTree, findings: dict[str, Finding]) -> Finding:
@@ -245,7 +270,11 @@ def _check(change: Change, stock: StockTree, findings: dict[str, Finding]) -> Fi
         return finding
     except Exception as problem:
         logger.debug("check of %s failed", change.name, exc_info=True)
-        return Finding(change.name, State.FAILED, f"its check failed: {type(problem).__name__}: {problem}")
+        return Finding(
+            change.name,
+            State.FAILED,
+            f"its check failed: {type(problem).__name__}: {problem}",
+        )
 
 
 def _apply_one(change: Change, findings: dict[str, Finding]) -> Finding:
@@ -261,7 +290,11 @@ def _apply_one(change: Change, findings: dict[str, Finding]) -> Finding:
     except Exception as problem:
         _process.patcher.revert(change.name)
         logger.debug("%s was rolled back", change.name, exc_info=True)
-        return Finding(change.name, State.FAILED, f"rolled back: {type(problem).__name__}: {problem}")
+        return Finding(
+            change.name,
+            State.FAILED,
+            f"rolled back: {type(problem).__name__}: {problem}",
+        )
     return Finding(change.name, State.APPLIED)
 
 

@@ -55,7 +55,8 @@ class Target:
 @dataclass(frozen=True)
 class Option:
     """A command-line option that a change adds to the stock server. Its value is kept in a variable, so that child
-    processes and `--reload` workers see it, and so that it can be set without the flag."""
+    processes and `--reload` workers see it, and so that it can be set without the flag.
+    """
 
     flag: str
     env: str
@@ -106,7 +107,10 @@ class Report:
         return [head, *(finding.line() for finding in self.findings), *self.notes]
 
     def as_dict(self) -> dict[str, Any]:
-        changes = [{**asdict(finding), "state": finding.state.value} for finding in self.findings]
+        changes = [
+            {**asdict(finding), "state": finding.state.value}
+            for finding in self.findings
+        ]
         return {
             "version": self.version,
             "mlx_vlm": self.stock_version,
@@ -151,7 +155,8 @@ class Change:
 
     def too_late(self) -> str:
         """Why the change can no longer take effect in this process; empty when it can. The general reasons (a model
-        is being served, a target was replaced) are checked for every change; this is for special ones."""
+        is being served, a target was replaced) are checked for every change; this is for special ones.
+        """
         return ""
 
     def apply(self, patcher: ChangePatcher) -> None:

@@ -22,7 +22,9 @@ from .patching import ABSENT, Patcher, raw_value, resolve_holder
 def check_files(change: Change, stock: StockTree) -> Finding:
     """READY, or why not: upstream has it, the version is unknown, a symbol differs."""
     if change.probe(stock):
-        return Finding(change.name, State.ALREADY_UPSTREAM, f"mlx-vlm {stock.version} has it")
+        return Finding(
+            change.name, State.ALREADY_UPSTREAM, f"mlx-vlm {stock.version} has it"
+        )
     expected = fingerprint.expected_hashes(change, stock.version)
     if expected is None or stock.version not in change.versions:
         return _unknown_version(change, stock)
@@ -39,13 +41,19 @@ def _reinstall_remedy(stock: StockTree) -> str:
 
 def _unknown_version(change: Change, stock: StockTree) -> Finding:
     """Say how far the unknown version is from the newest known one: that is what somebody has to read."""
-    known = [version for version in change.versions if fingerprint.expected_hashes(change, version) is not None]
+    known = [
+        version
+        for version in change.versions
+        if fingerprint.expected_hashes(change, version) is not None
+    ]
     remedy = f"use one of {', '.join(known) or 'no version yet'}, or upgrade mlx-vlm-cacheplus; to refresh: `{fingerprint.REFRESH}`"
     reason = f"mlx-vlm {stock.version} is not known"
     if known:
         expected = fingerprint.expected_hashes(change, known[-1]) or {}
         differing = fingerprint.differences(change, stock, expected)
-        reason += f", against {known[-1]}: {', '.join(differing) or 'no target differs'}"
+        reason += (
+            f", against {known[-1]}: {', '.join(differing) or 'no target differs'}"
+        )
     return Finding(change.name, State.UNKNOWN_VERSION, reason, remedy)
 
 
@@ -54,9 +62,17 @@ def check_requirements(change: Change, findings: Mapping[str, Finding]) -> Findi
     for name in change.requires:
         required = findings.get(name)
         if required is None:
-            return Finding(change.name, State.FAILED, f"it needs {name}, which does not exist or comes after it")
+            return Finding(
+                change.name,
+                State.FAILED,
+                f"it needs {name}, which does not exist or comes after it",
+            )
         if required.state not in (State.APPLIED, State.READY, State.ALREADY_UPSTREAM):
-            return Finding(change.name, required.state, f"it needs {name}, which is {required.state}")
+            return Finding(
+                change.name,
+                required.state,
+                f"it needs {name}, which is {required.state}",
+            )
     return Finding(change.name, State.READY)
 
 
@@ -64,7 +80,12 @@ def check_loaded(change: Change, stock: StockTree, patcher: Patcher) -> Finding:
     """READY, or why the objects in this process can no longer be wrapped. Imports the targets' modules."""
     reason = serving_reason() or change.too_late()
     if reason:
-        return Finding(change.name, State.TOO_LATE, reason, "activate before the server loads a model")
+        return Finding(
+            change.name,
+            State.TOO_LATE,
+            reason,
+            "activate before the server loads a model",
+        )
     for target in change.targets:
         try:
             importlib.import_module(target.module)
@@ -79,7 +100,12 @@ def check_loaded(change: Change, stock: StockTree, patcher: Patcher) -> Finding:
 
 
 def _check_object(
-    change: Change, target: Target, stock: StockTree, patcher: Patcher, holder: Any, attribute: str
+    change: Change,
+    target: Target,
+    stock: StockTree,
+    patcher: Patcher,
+    holder: Any,
+    attribute: str,
 ) -> Finding | None:
     raw = raw_value(holder, attribute)
     if patcher.holds(holder, attribute, raw):
@@ -91,11 +117,21 @@ def _check_object(
         return Finding(change.name, State.DRIFTED, reason, _reinstall_remedy(stock))
     if not target.must_exist:
         reason = f"somebody has already added {target.qualname} to {target.module}"
-        return Finding(change.name, State.TOO_LATE, reason, "remove the other patch, or activate before it")
+        return Finding(
+            change.name,
+            State.TOO_LATE,
+            reason,
+            "remove the other patch, or activate before it",
+        )
     other = replaced_by(raw, target, stock)
     if other:
         reason = f"{target.qualname} of {target.module} was already replaced by {other}"
-        return Finding(change.name, State.TOO_LATE, reason, "remove the other patch, or activate before it")
+        return Finding(
+            change.name,
+            State.TOO_LATE,
+            reason,
+            "remove the other patch, or activate before it",
+        )
     return None
 
 
@@ -103,7 +139,9 @@ def serving_reason() -> str:
     """Whether a stock server in this process has gone past the point where patching is safe."""
     module = sys.modules.get("mlx_vlm.server.runtime")
     runtime = getattr(module, "runtime", None)
-    if getattr(runtime, "response_generator", None) is not None or bool(getattr(runtime, "model_cache", None)):
+    if getattr(runtime, "response_generator", None) is not None or bool(
+        getattr(runtime, "model_cache", None)
+    ):
         return "the server is serving a model already"
     return ""
 
@@ -120,13 +158,22 @@ def replaced_by(raw: Any, target: Target, stock: StockTree) -> str:
     if type(value) is FunctionType:
         code = value.__code__
         path = stock.path(target.module)
-        same_file = path is not None and os.path.realpath(code.co_filename) == os.path.realpath(path)
-        lines = [range(fingerprint.first_line(node), (node.end_lineno or node.lineno) + 1) for node in nodes]
+        same_file = path is not None and os.path.realpath(
+            code.co_filename
+        ) == os.path.realpath(path)
+        lines = [
+            range(fingerprint.first_line(node), (node.end_lineno or node.lineno) + 1)
+            for node in nodes
+        ]
         if same_file and any(code.co_firstlineno in span for span in lines):
             return ""
         return f"{code.co_name} of {os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
     if isinstance(value, type):
-        return "" if value.__module__ == target.module else f"{value.__module__}.{value.__qualname__}"
+        return (
+            ""
+            if value.__module__ == target.module
+            else f"{value.__module__}.{value.__qualname__}"
+        )
     if callable(value) and hasattr(value, "__wrapped__"):
         return f"a {type(value).__module__}.{type(value).__name__}"
     return ""

@@ -23,8 +23,12 @@ def main(arguments: list[str] | None = None) -> int:
         from .commands import serve
 
         return serve.run(words[1:])
-    parser = argparse.ArgumentParser(prog="mlx-vlm-cacheplus", description=__doc__.split("\n")[0])
-    parser.add_argument("--version", action="version", version=f"mlx-vlm-cacheplus {__version__}")
+    parser = argparse.ArgumentParser(
+        prog="mlx-vlm-cacheplus", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"mlx-vlm-cacheplus {__version__}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -35,7 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _module(command: str):
-    package = "mlx_vlm_cacheplus.replay.cli" if command == "replay" else f"mlx_vlm_cacheplus.commands.{command}"
+    package = (
+        "mlx_vlm_cacheplus.replay.cli"
+        if command == "replay"
+        else f"mlx_vlm_cacheplus.commands.{command}"
+    )
     return importlib.import_module(package)
 
 

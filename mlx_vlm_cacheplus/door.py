@@ -21,7 +21,9 @@ TARGET = Target("mlx_vlm.server.cli", "argparse")
 class ServerParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = [option for change in plugins.all_changes() for option in change.options]
+        options = [
+            option for change in plugins.all_changes() for option in change.options
+        ]
         add_options(self.add_argument_group("mlx-vlm-cacheplus"), options)
 
 
@@ -35,4 +37,6 @@ class _Argparse:
 
 
 def open_door(patcher: Patcher, owner: str) -> None:
-    patcher.for_change(owner, (TARGET,)).set(TARGET.module, TARGET.qualname, _Argparse())
+    patcher.for_change(owner, (TARGET,)).set(
+        TARGET.module, TARGET.qualname, _Argparse()
+    )

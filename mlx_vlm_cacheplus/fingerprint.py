@@ -54,19 +54,28 @@ class StockTree:
         try:
             text = (self.folder / "version.py").read_text(encoding="utf-8")
         except OSError as problem:
-            raise StockMissing(f"{self.folder} is no mlx_vlm package: {problem}") from problem
+            raise StockMissing(
+                f"{self.folder} is no mlx_vlm package: {problem}"
+            ) from problem
         found = re.search(r"^__version__\s*=\s*[\"']([^\"']+)[\"']", text, re.MULTILINE)
         return found.group(1) if found else "unknown"
 
     def path(self, module: str) -> Path | None:
         """The file of a module of the package, or None where there is none."""
         place = self.folder.joinpath(*module.split(".")[1:])
-        candidates = (place / "__init__.py", place.with_suffix(".py") if place != self.folder else place)
+        candidates = (
+            place / "__init__.py",
+            place.with_suffix(".py") if place != self.folder else place,
+        )
         return next((path for path in candidates if path.is_file()), None)
 
     def relative(self, module: str) -> str:
         path = self.path(module)
-        return path.relative_to(self.folder.parent).as_posix() if path else module.replace(".", "/") + ".py"
+        return (
+            path.relative_to(self.folder.parent).as_posix()
+            if path
+            else module.replace(".", "/") + ".py"
+        )
 
     def has(self, mark: str) -> bool:
         """Whether "module" or "module:qualname" exists."""
@@ -81,19 +90,30 @@ class StockTree:
         found: list[ast.stmt] = []
         for part in target.qualname.split("."):
             found = [node for node in _statements(body) if part in _names(node)]
-            body = [child for node in found if isinstance(node, ast.ClassDef) for child in node.body]
+            body = [
+                child
+                for node in found
+                if isinstance(node, ast.ClassDef)
+                for child in node.body
+            ]
         return found
 
     def source(self, target: Target) -> str | None:
         """The text of the target with its decorators; None where it does not exist."""
         nodes = self.nodes(target)
         lines = self._module(target.module)[1]
-        texts = ["\n".join(lines[first_line(node) - 1 : node.end_lineno]) for node in nodes]
+        texts = [
+            "\n".join(lines[first_line(node) - 1 : node.end_lineno]) for node in nodes
+        ]
         return "\n".join(texts) if nodes else None
 
     def hash(self, target: Target) -> str | None:
         text = self.source(target)
-        return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]
+        return (
+            None
+            if text is None
+            else hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]
+        )
 
     def _module(self, module: str) -> tuple[list[ast.stmt], list[str]]:
         if module not in self._parsed:
@@ -129,14 +149,21 @@ def _names(node: ast.stmt) -> set[str]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     if isinstance(node, ast.Assign):
-        return {leaf.id for goal in node.targets for leaf in ast.walk(goal) if isinstance(leaf, ast.Name)}
+        return {
+            leaf.id
+            for goal in node.targets
+            for leaf in ast.walk(goal)
+            if isinstance(leaf, ast.Name)
+        }
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         return {node.target.id}
     return set()
 
 
 def known_versions() -> tuple[str, ...]:
-    return tuple(sorted((path.stem for path in FOLDER.glob("*.json")), key=_version_key))
+    return tuple(
+        sorted((path.stem for path in FOLDER.glob("*.json")), key=_version_key)
+    )
 
 
 def load(version: str) -> Mapping[str, str | None] | None:
@@ -155,11 +182,18 @@ def expected_hashes(change: Change, version: str) -> Mapping[str, str | None] | 
 
 
 def measure(changes: Iterable[Change], stock: StockTree) -> dict[str, str | None]:
-    targets = {str(t): t for change in changes if change.fingerprints is None for t in change.targets}
+    targets = {
+        str(t): t
+        for change in changes
+        if change.fingerprints is None
+        for t in change.targets
+    }
     return {name: stock.hash(targets[name]) for name in sorted(targets)}
 
 
-def differences(change: Change, stock: StockTree, expected: Mapping[str, str | None]) -> list[str]:
+def differences(
+    change: Change, stock: StockTree, expected: Mapping[str, str | None]
+) -> list[str]:
     """One sentence for each target whose text is not the expected one."""
     found = []
     for target in change.targets:
@@ -194,10 +228,17 @@ def _stock_at(folder: str) -> StockTree:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mlx_vlm_cacheplus.fingerprint", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m mlx_vlm_cacheplus.fingerprint",
+        description=__doc__.split("\n")[0],
+    )
     parser.add_argument("action", choices=("refresh",))
     parser.add_argument(
-        "--stock", nargs="+", default=[], metavar="DIR", help="trees to read (default: the installed one)"
+        "--stock",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="trees to read (default: the installed one)",
     )
     options = parser.parse_args(arguments)
     from .changes import load_changes
@@ -206,7 +247,12 @@ def main(arguments: list[str] | None = None) -> int:
     changes = load_changes()
     try:
         for tree in trees:
-            gone = [f"{c.name}: {t} is gone" for c in changes for t in c.targets if t.must_exist and not tree.nodes(t)]
+            gone = [
+                f"{c.name}: {t} is gone"
+                for c in changes
+                for t in c.targets
+                if t.must_exist and not tree.nodes(t)
+            ]
             for line in gone:
                 print(f"mlx-vlm {tree.version}: {line}", file=sys.stderr)
             print(refresh(changes, tree))

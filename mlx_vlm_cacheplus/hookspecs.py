@@ -21,7 +21,9 @@ def cacheplus_register_changes() -> list[Change]:
 
 
 @hookspec(firstresult=True)
-def cacheplus_identify_session(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
+def cacheplus_identify_session(
+    headers: Mapping[str, str], body: Mapping[str, Any]
+) -> str | None:
     """Name the session that a request belongs to; None leaves it to the next plugin. headers have lower-case names."""
     raise NotImplementedError
 

@@ -81,7 +81,10 @@ class Patcher:
 
     def holds(self, holder: Any, attribute: str, value: Any) -> bool:
         """Whether the value at that place is one of ours."""
-        return any(p.holder is holder and p.attribute == attribute and p.installed is value for p in self._patches)
+        return any(
+            p.holder is holder and p.attribute == attribute and p.installed is value
+            for p in self._patches
+        )
 
     def for_change(self, owner: str, targets: Iterable[Target]) -> ChangePatcher:
         return ChangePatcher(self, owner, targets)
@@ -92,18 +95,24 @@ class Patcher:
         original = raw_value(holder, attribute)
         installed = build(original)
         setattr(holder, attribute, installed)
-        self._patches.append(_Patch(owner, target, holder, attribute, original, installed))
+        self._patches.append(
+            _Patch(owner, target, holder, attribute, original, installed)
+        )
 
     def revert(self, owner: str | None = None) -> tuple[str, ...]:
         """Undo the patches of one owner, or all, newest first. All or nothing: raises ForeignWrapper before touching
         anything. Returns the owners, newest first."""
-        leaving = [p for p in reversed(self._patches) if owner is None or p.owner == owner]
+        leaving = [
+            p for p in reversed(self._patches) if owner is None or p.owner == owner
+        ]
         simulated: dict[tuple[int, str], Any] = {}
         for patch in leaving:
             place = (id(patch.holder), patch.attribute)
             current = simulated.get(place, raw_value(patch.holder, patch.attribute))
             if current is not patch.installed:
-                raise ForeignWrapper(f"{patch.target} is wrapped by somebody else on top of {patch.owner}")
+                raise ForeignWrapper(
+                    f"{patch.target} is wrapped by somebody else on top of {patch.owner}"
+                )
             simulated[place] = patch.original
         for patch in leaving:
             if patch.original is ABSENT:
@@ -117,11 +126,15 @@ class Patcher:
         newest: dict[tuple[int, str], _Patch] = {}
         for patch in self._patches:
             below = newest.get((id(patch.holder), patch.attribute))
-            assert below is None or patch.original is below.installed, f"{patch.target}: chain broken"
+            assert (
+                below is None or patch.original is below.installed
+            ), f"{patch.target}: chain broken"
             newest[(id(patch.holder), patch.attribute)] = patch
         for patch in newest.values():
             held = raw_value(patch.holder, patch.attribute)
-            assert held is patch.installed, f"{patch.target}: not what {patch.owner} installed"
+            assert (
+                held is patch.installed
+            ), f"{patch.target}: not what {patch.owner} installed"
 
 
 class ChangePatcher:
@@ -136,11 +149,15 @@ class ChangePatcher:
         """Wrap a callable: wrapper(wrapped, instance, args, kwargs). Costs a proxy a call: not for the decode path."""
 
         def build(original: Any) -> Any:
-            return wrapt.FunctionWrapper(self._existing(original, module, qualname), wrapper)
+            return wrapt.FunctionWrapper(
+                self._existing(original, module, qualname), wrapper
+            )
 
         self._patcher.install(self._owner, self._declared(module, qualname), build)
 
-    def replace_method(self, module: str, qualname: str, factory: Callable[[Callable], Callable]) -> None:
+    def replace_method(
+        self, module: str, qualname: str, factory: Callable[[Callable], Callable]
+    ) -> None:
         """Put factory(original function) in its place: a plain function, no proxy. A staticmethod, classmethod or
         property stays one; of a property the getter is replaced."""
 
@@ -151,18 +168,24 @@ class ChangePatcher:
 
     def set(self, module: str, qualname: str, value: Any) -> None:
         """Replace or add an attribute; a revert restores or deletes it."""
-        self._patcher.install(self._owner, self._declared(module, qualname), lambda original: value)
+        self._patcher.install(
+            self._owner, self._declared(module, qualname), lambda original: value
+        )
 
     def _declared(self, module: str, qualname: str) -> Target:
         try:
             return self._targets[(module, qualname)]
         except KeyError:
-            raise PatchError(f"{module}:{qualname} is not among the targets that {self._owner} declares") from None
+            raise PatchError(
+                f"{module}:{qualname} is not among the targets that {self._owner} declares"
+            ) from None
 
     @staticmethod
     def _existing(original: Any, module: str, qualname: str) -> Any:
         if original is ABSENT:
-            raise PatchError(f"{module}:{qualname} does not exist (an inherited method has its target on the base)")
+            raise PatchError(
+                f"{module}:{qualname} does not exist (an inherited method has its target on the base)"
+            )
         return original
 
 
@@ -178,6 +201,8 @@ def _rebuild(raw: Any, factory: Callable[[Callable], Callable]) -> Any:
 
 def _renamed(function: Any, factory: Callable[[Callable], Callable]) -> Callable:
     replacement = factory(function)
-    if isinstance(replacement, FunctionType) and not hasattr(replacement, "__wrapped__"):
+    if isinstance(replacement, FunctionType) and not hasattr(
+        replacement, "__wrapped__"
+    ):
         functools.update_wrapper(replacement, function)
     return replacement

@@ -19,13 +19,20 @@ from .hookspecs import PROJECT
 logger = logging.getLogger(PROJECT)
 
 # The first of these headers that a request carries names its session, where no plugin does.
-SESSION_HEADERS = ("x-cacheplus-session", "x-session-id", "x-claude-code-session-id", "x-conversation-id")
+SESSION_HEADERS = (
+    "x-cacheplus-session",
+    "x-session-id",
+    "x-claude-code-session-id",
+    "x-conversation-id",
+)
 
 
 class _Defaults:
     @hookspecs.hookimpl(trylast=True)
     def cacheplus_identify_session(self, headers: Mapping[str, str]) -> str | None:
-        return next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
+        return next(
+            (headers[name] for name in SESSION_HEADERS if headers.get(name)), None
+        )
 
 
 @functools.cache
@@ -37,7 +44,12 @@ def manager() -> pluggy.PluginManager:
         try:
             made.register(entry.load(), name=entry.name)
         except Exception as problem:
-            logger.warning("plugin %s is left out: %s: %s", entry.name, type(problem).__name__, problem)
+            logger.warning(
+                "plugin %s is left out: %s: %s",
+                entry.name,
+                type(problem).__name__,
+                problem,
+            )
     return made
 
 
@@ -45,7 +57,12 @@ def _call(hook: Callable[..., Any], fallback: Any, **arguments: Any) -> Any:
     try:
         return hook(**arguments)
     except Exception as problem:
-        logger.warning("a plugin failed in %s: %s: %s", getattr(hook, "name", hook), type(problem).__name__, problem)
+        logger.warning(
+            "a plugin failed in %s: %s: %s",
+            getattr(hook, "name", hook),
+            type(problem).__name__,
+            problem,
+        )
         return fallback
 
 
@@ -64,7 +81,9 @@ def all_changes() -> list[Change]:
 
 
 def identify_session(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
-    return _call(manager().hook.cacheplus_identify_session, None, headers=headers, body=body)
+    return _call(
+        manager().hook.cacheplus_identify_session, None, headers=headers, body=body
+    )
 
 
 def publish_record(record: Mapping[str, Any]) -> None:

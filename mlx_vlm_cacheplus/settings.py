@@ -39,7 +39,12 @@ APC_INTEGERS = {
     "APC_LAYER_MAJOR_MEMORY_MIN_TOKENS": 0,
 }
 # An empty text is the default for the first group, and a traceback for the second.
-APC_NUMBERS_OR_EMPTY = ("APC_DISK_MAX_GB", "APC_MEMORY_MAX_GB", "APC_MEMORY_RESERVE_GB", "APC_DISK_QUEUE_MAX_GB")
+APC_NUMBERS_OR_EMPTY = (
+    "APC_DISK_MAX_GB",
+    "APC_MEMORY_MAX_GB",
+    "APC_MEMORY_RESERVE_GB",
+    "APC_DISK_QUEUE_MAX_GB",
+)
 APC_NUMBERS = ("APC_DISK_MIN_FREE_RAM_GB",)
 
 
@@ -67,13 +72,17 @@ def parse_names(text: str, source: str) -> Selection:
         return Selection(False, source=source)
     if word in ALL:
         return Selection(True, None, source)
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    names = tuple(
+        dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
+    )
     if not names:
         raise UsageError(f"{source} names no change: use {FLAG}, or {FLAG}=name,name")
     return Selection(True, names, source)
 
 
-def read_selection(words: Sequence[str], environ: Mapping[str, str], names: Iterable[str] | None = None) -> Selection:
+def read_selection(
+    words: Sequence[str], environ: Mapping[str, str], names: Iterable[str] | None = None
+) -> Selection:
     """words: the command line behind the program's name. names: what a caller in Python gave."""
     variable = environ.get(ENV, "").strip()
     if variable and variable.lower() in OFF:
@@ -94,7 +103,9 @@ class _QuietParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Iterable[Option]) -> None:
+def add_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Iterable[Option]
+) -> None:
     """The flag and the options of the changes, for the stock's help text and for reading them."""
     parser.add_argument(
         FLAG,
@@ -107,7 +118,10 @@ def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, optio
     )
     for option in options:
         parser.add_argument(
-            option.flag, default=None, metavar=option.metavar, help=f"{option.help} Maps to {option.env}."
+            option.flag,
+            default=None,
+            metavar=option.metavar,
+            help=f"{option.help} Maps to {option.env}.",
         )
 
 
@@ -121,7 +135,9 @@ def _flag_value(words: Sequence[str]) -> str | None:
     return _parse_words(words, ()).cacheplus
 
 
-def read_options(words: Sequence[str], options: Iterable[Option], environ: MutableMapping[str, str]) -> set[str]:
+def read_options(
+    words: Sequence[str], options: Iterable[Option], environ: MutableMapping[str, str]
+) -> set[str]:
     """Move the options' values into their variables and check them; the flag wins. Returns the variables that are set."""
     options = list(options)
     parsed = vars(_parse_words(words, options))
@@ -150,13 +166,17 @@ def choose_changes(selection: Selection, changes: Sequence[Change]) -> list[Chan
     if unknown:
         known = ", ".join(by_name) or "none"
         word = "name" if len(unknown) == 1 else "names"
-        raise UsageError(f"{selection.source}: unknown {word} {', '.join(map(repr, unknown))} (known: {known})")
+        raise UsageError(
+            f"{selection.source}: unknown {word} {', '.join(map(repr, unknown))} (known: {known})"
+        )
     chosen: set[str] = set()
     while wanted:
         name = wanted.pop()
         if name not in chosen:
             chosen.add(name)
-            wanted.extend(required for required in by_name[name].requires if required in by_name)
+            wanted.extend(
+                required for required in by_name[name].requires if required in by_name
+            )
     return [change for change in changes if change.name in chosen]
 
 
@@ -168,7 +188,9 @@ def check_prefix_cache(environ: Mapping[str, str], source: str) -> None:
             raise UsageError(
                 f"APC_ENABLED={enabled!r} turns the prefix cache off, which {source} needs: unset APC_ENABLED, or drop {source}"
             )
-        raise UsageError(f"APC_ENABLED={enabled!r} is read as off by mlx_vlm: use APC_ENABLED=1, or unset it")
+        raise UsageError(
+            f"APC_ENABLED={enabled!r} is read as off by mlx_vlm: use APC_ENABLED=1, or unset it"
+        )
     disk = environ.get("APC_DISK_ENABLED")
     if disk is not None and disk.lower() not in STOCK_TRUE | STOCK_FALSE:
         raise UsageError(f"APC_DISK_ENABLED={disk!r} is neither on nor off: use 1 or 0")
@@ -181,7 +203,9 @@ def check_prefix_cache(environ: Mapping[str, str], source: str) -> None:
         _check_number(environ, name, 0, whole=False)
 
 
-def _check_number(environ: Mapping[str, str], name: str, minimum: int, *, whole: bool) -> None:
+def _check_number(
+    environ: Mapping[str, str], name: str, minimum: int, *, whole: bool
+) -> None:
     text = environ.get(name)
     if text is None:
         return
@@ -192,7 +216,9 @@ def _check_number(environ: Mapping[str, str], name: str, minimum: int, *, whole:
     except (ValueError, OverflowError):
         fits = False
     if not fits:
-        raise UsageError(f"{name}={text!r} is not {kind} of at least {minimum}: correct it, or unset {name}")
+        raise UsageError(
+            f"{name}={text!r} is not {kind} of at least {minimum}: correct it, or unset {name}"
+        )
 
 
 def prefix_cache_defaults(changes: Iterable[Change]) -> dict[str, str]:
@@ -227,4 +253,3 @@ def describe_prefix_cache(config: object) -> str:
 def exit_with(problem: UsageError) -> NoReturn:
     print(f"mlx-vlm-cacheplus: error: {problem}", file=sys.stderr)
     sys.exit(2)
-

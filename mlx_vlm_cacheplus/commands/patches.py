@@ -1,0 +1,72 @@
+"""`mlx-vlm-cacheplus patches`: the changes, with the files that carry them upstream."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..change import SUPPORTED_VERSIONS, Change
+
+# A checkout has the files beside the package; a wheel has the data of the changes only.
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    parser.add_argument("name", nargs="?", help="say everything about one change")
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..plugins import all_changes
+
+    rows = [describe(change) for change in all_changes()]
+    if options.name:
+        rows = [row for row in rows if row["name"] == options.name]
+        if not rows:
+            print(f"error: there is no change named {options.name!r}")
+            return 2
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    elif options.name:
+        for key, value in rows[0].items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else value
+            print(f"{key}: {text if text not in (None, '') else '-'}")
+    else:
+        Console().print(_table(rows))
+    return 0
+
+
+def describe(change: Change) -> dict[str, Any]:
+    version = SUPPORTED_VERSIONS[-1]
+    return {
+        "name": change.name,
+        "summary": change.summary,
+        "why": change.why,
+        "upstream": change.upstream,
+        "remove_when": change.remove_when,
+        "guarantee": change.guarantee,
+        "requires": list(change.requires),
+        "versions": list(change.versions),
+        "targets": [str(target) for target in change.targets],
+        "patch": _file(change, f"patches/{version}/{change.name}.patch"),
+        "pr_text": _file(change, f"upstream-pr/{change.name}.md"),
+    }
+
+
+def _file(change: Change, relative: str) -> str | None:
+    """The path where it is present here; None for plumbing and where only the package is installed."""
+    return relative if change.has_patch and (REPOSITORY / relative).is_file() else None
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("change", "what", "patch", "PR text")
+    for row in rows:
+        table.add_row(
+            row["name"], row["summary"], row["patch"] or "-", row["pr_text"] or "-"
+        )
+    return table
