@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from . import client, importer, plot, session, table
 from .rows import Row, total
@@ -21,27 +27,94 @@ from .wire import PROTOCOLS, ServerFault
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``replay``."""
-    parser.add_argument("session", nargs="?", help="session file, or a bundled one: " + ", ".join(session.bundled()))
-    parser.add_argument("--base", default="http://127.0.0.1:8080", help="server (default: %(default)s)")
-    parser.add_argument("--model", help="model name to ask for (default: the one that is loaded)")
-    parser.add_argument("--sessions", type=_positive, default=1, help="sessions at once (default: 1)")
-    parser.add_argument("--stagger", type=float, default=0.0, metavar="SECONDS", help="start each so much later")
-    parser.add_argument("--share", action="store_true", help="let all sessions say the same, without a marker")
-    parser.add_argument("--marker", default="", metavar="TEXT", help="put [TEXT] first, to differ from earlier runs")
-    parser.add_argument("--turns", type=_positive, help="stop after so many turns")
-    parser.add_argument("--max-tokens", type=_positive, help="longest reply (default: the session's)")
-    parser.add_argument("--api", choices=sorted(PROTOCOLS), default="chat", help="protocol (default: chat)")
     parser.add_argument(
-        "--stream", action=argparse.BooleanOptionalAction, default=True, help="stream replies (default: yes)"
+        "session",
+        nargs="?",
+        help="session file, or a bundled one: " + ", ".join(session.bundled()),
     )
-    parser.add_argument("--forced", action="store_true", help="send back the recorded replies, not the model's own")
-    parser.add_argument("--tokenizer", metavar="DIR", help="model directory whose tokenizer counts the new tokens")
-    parser.add_argument("--api-key", default=os.environ.get("MLX_VLM_SERVER_API_KEY"), help="the server's key")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest silence (600)")
+    parser.add_argument(
+        "--base", default="http://127.0.0.1:8080", help="server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model", help="model name to ask for (default: the one that is loaded)"
+    )
+    parser.add_argument(
+        "--sessions", type=_positive, default=1, help="sessions at once (default: 1)"
+    )
+    parser.add_argument(
+        "--stagger",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="start each so much later",
+    )
+    parser.add_argument(
+        "--share",
+        action="store_true",
+        help="let all sessions say the same, without a marker",
+    )
+    parser.add_argument(
+        "--marker",
+        default="",
+        metavar="TEXT",
+        help="put [TEXT] first, to differ from earlier runs",
+    )
+    parser.add_argument("--turns", type=_positive, help="stop after so many turns")
+    parser.add_argument(
+        "--max-tokens", type=_positive, help="longest reply (default: the session's)"
+    )
+    parser.add_argument(
+        "--api",
+        choices=sorted(PROTOCOLS),
+        default="chat",
+        help="protocol (default: chat)",
+    )
+    parser.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="stream replies (default: yes)",
+    )
+    parser.add_argument(
+        "--forced",
+        action="store_true",
+        help="send back the recorded replies, not the model's own",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="model directory whose tokenizer counts the new tokens",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("MLX_VLM_SERVER_API_KEY"),
+        help="the server's key",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="longest silence (600)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the raw rows to FILE")
-    parser.add_argument("--plot", metavar="FILE", help="draw restored and prefilled tokens per turn to FILE")
-    parser.add_argument("--import", dest="log", metavar="LOG", help="make a session file from a request log")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where --import writes (default: standard output)")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw restored and prefilled tokens per turn to FILE",
+    )
+    parser.add_argument(
+        "--import",
+        dest="log",
+        metavar="LOG",
+        help="make a session file from a request log",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where --import writes (default: standard output)",
+    )
 
 
 def _positive(text: str) -> int:
@@ -57,7 +130,9 @@ def run(args: argparse.Namespace) -> int:
         if args.log:
             return _import(args)
         if not args.session:
-            raise session.SessionError("name a session file or one of: " + ", ".join(session.bundled()))
+            raise session.SessionError(
+                "name a session file or one of: " + ", ".join(session.bundled())
+            )
         return _replay(args)
     except (session.SessionError, ServerFault, plot.PlotUnavailable, OSError) as error:
         print(f"replay: {error}", file=sys.stderr)
@@ -66,7 +141,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     path = Path(args.log)
-    imported = importer.import_log(path.read_text(encoding="utf-8"), path.stem, str(path))
+    imported = importer.import_log(
+        path.read_text(encoding="utf-8"), path.stem, str(path)
+    )
     for line in imported.skipped:
         print(line, file=sys.stderr)
     text = session.dump(imported.session)
@@ -104,7 +181,11 @@ def _replay(args: argparse.Namespace) -> int:
             client.run(played, options, counter, lambda row: bar.advance(task), result)
     finally:
         if args.json and result.rows:
-            write_rows(Path(args.json), {"session": played.name, "options": _shown(options)}, result)
+            write_rows(
+                Path(args.json),
+                {"session": played.name, "options": _shown(options)},
+                result,
+            )
     console = table.console()
     console.print(table.rows_table(result.rows, f"{played.name} on {result.model}"))
     for note in notes(result.rows):
@@ -120,8 +201,15 @@ def _shown(options: client.Options) -> dict[str, object]:
 
 def progress_bar(file: TextIO | None = None) -> Progress:
     """Progress on standard error, so that tables can be piped."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(file=file, stderr=file is None), transient=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(
+        *columns, console=Console(file=file, stderr=file is None), transient=True
+    )
 
 
 def tokenizer_for(directory: str | None, model: str | None) -> ModelTokenizer | None:
@@ -139,24 +227,36 @@ def notes(rows: list[Row]) -> list[str]:
     """What a reader of the table must know."""
     lines = []
     if total(rows).estimated:
-        lines.append("~ estimated: no token ids for some prompts (give --tokenizer, or turn the plugin on)")
+        lines.append(
+            "~ estimated: no token ids for some prompts (give --tokenizer, or turn the plugin on)"
+        )
     for text in sorted({row.note for row in rows if row.note}):
         turns = sorted({row.turn for row in rows if row.note == text})
         lines.append(f"turn {', '.join(map(str, turns))}: {text}")
     if any(row.restored > row.prompt - row.new for row in rows):
-        lines.append("the server restored more than this run had sent: it was warm before (see --marker)")
+        lines.append(
+            "the server restored more than this run had sent: it was warm before (see --marker)"
+        )
     return lines
 
 
 def write_rows(path: Path, head: dict[str, object], result: client.Replayed) -> None:
     """Raw rows as JSON."""
-    data = {**head, "model": result.model, "rows": [row.as_dict() for row in result.rows]}
-    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    data = {
+        **head,
+        "model": result.model,
+        "rows": [row.as_dict() for row in result.rows],
+    }
+    path.write_text(
+        json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """``python -m mlx_vlm_cacheplus.replay.cli``."""
-    parser = argparse.ArgumentParser(prog="mlx-vlm-cacheplus replay", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="mlx-vlm-cacheplus replay", description=__doc__
+    )
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

@@ -43,7 +43,11 @@ class Options:
     def session_marker(self, index: int) -> str:
         """What makes session ``index`` differ from its neighbours; empty when nothing has to."""
         number = "" if self.share or self.sessions == 1 else f"session {index + 1}"
-        return f"[{' '.join(part for part in (self.marker, number) if part)}]" if self.marker or number else ""
+        return (
+            f"[{' '.join(part for part in (self.marker, number) if part)}]"
+            if self.marker or number
+            else ""
+        )
 
 
 @dataclass
@@ -64,7 +68,9 @@ def run(
 ) -> Replayed:
     """Replay and wait.  ``into`` keeps the rows that there are when a fault ends the run early."""
     result = into if into is not None else Replayed()
-    replay = _Replay(session, options, counter or NewCounter(), on_row or (lambda row: None), result)
+    replay = _Replay(
+        session, options, counter or NewCounter(), on_row or (lambda row: None), result
+    )
     asyncio.run(replay.all())
     return result
 
@@ -83,17 +89,24 @@ class _Replay:
         timeout = httpx.Timeout(options.timeout, connect=10.0)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=options.base, headers=options.headers(), timeout=timeout, limits=limits
+            base_url=options.base,
+            headers=options.headers(),
+            timeout=timeout,
+            limits=limits,
         ) as http:
             try:
                 self.result.model = options.model or await loaded_model(http)
                 self.counter.tools = self.session.tools
                 self.counter.thinking = self.session.enable_thinking
                 self.start = time.perf_counter()
-                await _gather([self._one(http, index) for index in range(options.sessions)])
+                await _gather(
+                    [self._one(http, index) for index in range(options.sessions)]
+                )
                 await self._read_report(http)
             except httpx.HTTPError as error:
-                raise ServerFault(f"{options.base}: {type(error).__name__}: {error}") from error
+                raise ServerFault(
+                    f"{options.base}: {type(error).__name__}: {error}"
+                ) from error
 
     async def _one(self, http: httpx.AsyncClient, index: int) -> None:
         await asyncio.sleep(index * self.options.stagger)
@@ -104,19 +117,32 @@ class _Replay:
             try:
                 received, row = await self._ask(http, history.messages, turn)
             except ServerFault as error:
-                raise ServerFault(f"session {index + 1}, turn {number}: {error}") from None
+                raise ServerFault(
+                    f"session {index + 1}, turn {number}: {error}"
+                ) from None
             row.session, row.turn = index + 1, number
             self.counter.answered(row, sent)
             self.result.rows.append(row)
             self.on_row(row)
             forced = self.options.forced and turn.expected is not None
-            history.add_reply(recorded_reply(turn, number) if forced else received.reply)
+            history.add_reply(
+                recorded_reply(turn, number) if forced else received.reply
+            )
 
-    async def _ask(self, http: httpx.AsyncClient, messages: list[dict[str, Any]], turn: Turn) -> tuple[Received, Row]:
+    async def _ask(
+        self, http: httpx.AsyncClient, messages: list[dict[str, Any]], turn: Turn
+    ) -> tuple[Received, Row]:
         protocol, session = PROTOCOLS[self.options.api], self.session
         limit = session.reply_limit(turn, self.options.max_tokens)
         thinking = session.enable_thinking
-        ask = Ask(self.result.model, session.tools, limit, session.temperature, self.options.stream, thinking)
+        ask = Ask(
+            self.result.model,
+            session.tools,
+            limit,
+            session.temperature,
+            self.options.stream,
+            thinking,
+        )
         out, body = Received(), protocol.body(messages, ask)
         sent = time.perf_counter()
         first = last = None
@@ -129,10 +155,16 @@ class _Replay:
             protocol.whole(await _post(http, protocol.path, body), out)
         ended = time.perf_counter()
         if out.prompt is None or out.generated is None:
-            raise ServerFault("the reply came without usage (prompt and completion tokens)")
+            raise ServerFault(
+                "the reply came without usage (prompt and completion tokens)"
+            )
         row = Row(0, 0, out.prompt, out.restored or 0, out.generated)
         row.started, row.seconds = sent - self.start, ended - sent
-        row.finish_reason, row.request_id, row.text = out.reply.finish_reason, out.id, out.reply.text()
+        row.finish_reason, row.request_id, row.text = (
+            out.reply.finish_reason,
+            out.id,
+            out.reply.text(),
+        )
         if first is not None and last is not None:
             row.ttft, row.decode_seconds = first - sent, last - first
         elif out.server_speed and out.generated > 1:
@@ -141,14 +173,16 @@ class _Replay:
 
     async def _read_report(self, http: httpx.AsyncClient) -> None:
         """Take ``new`` from the server's own reuse records where it has them."""
-        answer = await http.get(REPORT_PATH)
+        # Requests of others may lie between ours; more than are kept gives all that are kept.
+        last = 2 * len(self.result.rows) + 100
+        answer = await http.get(REPORT_PATH, params={"last": last})
         if answer.status_code != 200:
             return
         try:
             data = answer.json()
         except ValueError:
             return
-        records = data.get("requests") if isinstance(data, dict) else data
+        records = data.get("records") if isinstance(data, dict) else None
         apply_report(self.result, records if isinstance(records, list) else [])
 
 
@@ -157,7 +191,10 @@ def apply_report(result: Replayed, records: list[dict[str, Any]]) -> None:
     left = [record for record in records if isinstance(record, dict)]
     for row in reversed(result.rows):
         for record in reversed(left):
-            if record.get("prompt") == row.prompt and record.get("generated") == row.generated:
+            if (
+                record.get("prompt") == row.prompt
+                and record.get("generated") == row.generated
+            ):
                 left.remove(record)
                 if record.get("new") is not None:
                     row.new, row.new_from = int(record["new"]), REPORT
@@ -186,7 +223,9 @@ async def loaded_model(http: httpx.AsyncClient) -> str:
     return str(name)
 
 
-async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _post(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> dict[str, Any]:
     answer = await http.post(path, json=body)
     if answer.status_code != 200:
         raise ServerFault(f"HTTP {answer.status_code}: {answer.text[:300]}")
@@ -196,7 +235,9 @@ async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dic
     return data
 
 
-async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _events(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
     """Data of each server-sent event; raises ServerFault for an error event."""
     async with http.stream("POST", path, json=body) as answer:
         if answer.status_code != 200:

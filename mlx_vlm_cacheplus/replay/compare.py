@@ -28,19 +28,31 @@ class Comparison:
     """Raw rows of both sides, round after round."""
 
     name: str
-    rows: dict[str, list[list[Row]]] = field(default_factory=lambda: {STOCK: [], PLUS: []})
+    rows: dict[str, list[list[Row]]] = field(
+        default_factory=lambda: {STOCK: [], PLUS: []}
+    )
 
     def side(self, label: str) -> list[Row]:
         """All rows of one side, in the order of rounds, sessions and turns."""
-        return [row for rows in self.rows[label] for row in sorted(rows, key=lambda row: (row.session, row.turn))]
+        return [
+            row
+            for rows in self.rows[label]
+            for row in sorted(rows, key=lambda row: (row.session, row.turn))
+        ]
 
     def totals(self, label: str) -> Totals:
         return total(self.side(label))
 
     def as_json(self) -> str:
         """Everything that was measured."""
-        sides = {label: [[row.as_dict() for row in rows] for rows in rounds] for label, rounds in self.rows.items()}
-        return json.dumps({"name": self.name, **sides}, indent=1, ensure_ascii=False) + "\n"
+        sides = {
+            label: [[row.as_dict() for row in rows] for rows in rounds]
+            for label, rounds in self.rows.items()
+        }
+        return (
+            json.dumps({"name": self.name, **sides}, indent=1, ensure_ascii=False)
+            + "\n"
+        )
 
 
 def order(rounds: int) -> Iterator[str]:
@@ -67,12 +79,14 @@ def check_equal_work(stock: Sequence[Row], plus: Sequence[Row]) -> None:
     """Raise UnequalWork unless both sides processed the same numbers of tokens in each request."""
     if len(stock) != len(plus):
         raise UnequalWork(f"stock answered {len(stock)} requests, plus {len(plus)}")
-    for left, right in zip(stock, plus):
+    for left, right in zip(stock, plus, strict=False):
         for what in ("prompt", "generated"):
             ours, theirs = getattr(left, what), getattr(right, what)
             if ours != theirs:
                 place = f"session {left.session}, turn {left.turn}"
-                raise UnequalWork(f"{place}: {what} tokens differ, stock {ours}, plus {theirs}")
+                raise UnequalWork(
+                    f"{place}: {what} tokens differ, stock {ours}, plus {theirs}"
+                )
 
 
 def prefilled_ratio(stock: Sequence[Row], plus: Sequence[Row]) -> float:
@@ -84,7 +98,7 @@ def prefilled_ratio(stock: Sequence[Row], plus: Sequence[Row]) -> float:
 def share_new(stock: Sequence[Row], plus: Sequence[Row]) -> None:
     """What is new in a prompt does not depend on the side: take the better known figure for both."""
     check_equal_work(stock, plus)
-    for left, right in zip(stock, plus):
+    for left, right in zip(stock, plus, strict=False):
         if left.text != right.text or left.new_from == right.new_from:
             continue
         if left.new_from == ESTIMATE:
@@ -95,14 +109,16 @@ def share_new(stock: Sequence[Row], plus: Sequence[Row]) -> None:
 
 def differing_replies(stock: Sequence[Row], plus: Sequence[Row]) -> list[str]:
     """Where the two sides wrote something else, as session and turn."""
-    pairs = zip(stock, plus)
+    pairs = zip(stock, plus, strict=False)
     return [f"session {a.session}, turn {a.turn}" for a, b in pairs if a.text != b.text]
 
 
 def rereads(rows: Sequence[Row], slack: int) -> list[str]:
     """Turns that computed more than their new tokens and ``slack``."""
     return [
-        f"turn {row.turn}: {row.prefilled} prefilled, {row.new} new" for row in rows if row.prefilled > row.new + slack
+        f"turn {row.turn}: {row.prefilled} prefilled, {row.new} new"
+        for row in rows
+        if row.prefilled > row.new + slack
     ]
 
 
@@ -124,13 +140,17 @@ def judge(comparison: Comparison, slack: int) -> Verdict:
         share_new(stock, plus)
         ratio = prefilled_ratio(stock, plus)
     except UnequalWork as error:
-        return Verdict(False, f"{comparison.name}: no comparison, {error}", tuple(reasons))
+        return Verdict(
+            False, f"{comparison.name}: no comparison, {error}", tuple(reasons)
+        )
     again = rereads(plus, slack)
     if again:
         reasons.append(f"plus reads again: {'; '.join(again)}")
     ours, theirs = total(stock), total(plus)
     if theirs.prefilled >= ours.prefilled:
-        reasons.append(f"plus prefilled {theirs.prefilled} tokens, stock {ours.prefilled}")
+        reasons.append(
+            f"plus prefilled {theirs.prefilled} tokens, stock {ours.prefilled}"
+        )
     mark = "~" if theirs.estimated else ""
     line = (
         f"{comparison.name}: of {theirs.prompt} prompt tokens {mark}{theirs.new} were new; stock prefilled "

@@ -44,14 +44,30 @@ class Case:
 def parser() -> argparse.ArgumentParser:
     """Arguments of the demo; none is needed."""
     result = argparse.ArgumentParser(prog="make demo", description=__doc__)
-    result.add_argument("--session", default="short", help="session file or bundled session (default: short)")
     result.add_argument(
-        "--model", action="append", metavar="NAME", help="bundled model or model directory; may be repeated"
+        "--session",
+        default="short",
+        help="session file or bundled session (default: short)",
     )
-    result.add_argument("--slack", type=int, help="tokens a turn may compute beyond the new ones")
-    result.add_argument("--rounds", type=int, default=1, help="rounds, in alternating order (default: 1)")
+    result.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help="bundled model or model directory; may be repeated",
+    )
+    result.add_argument(
+        "--slack", type=int, help="tokens a turn may compute beyond the new ones"
+    )
+    result.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        help="rounds, in alternating order (default: 1)",
+    )
     result.add_argument("--turns", type=int, help="stop after so many turns")
-    result.add_argument("--json", metavar="FILE", help="write the raw rows of both sides to FILE")
+    result.add_argument(
+        "--json", metavar="FILE", help="write the raw rows of both sides to FILE"
+    )
     return result
 
 
@@ -61,7 +77,13 @@ def cases(names: Sequence[str], slack: int | None) -> list[Case]:
     for name in names:
         directory = Path(name)
         if not directory.is_dir():
-            directory = Path(__file__).resolve().parents[2] / "tests" / "fakes" / "models" / name
+            directory = (
+                Path(__file__).resolve().parents[2]
+                / "tests"
+                / "fakes"
+                / "models"
+                / name
+            )
         if not (directory / "config.json").is_file():
             raise session.SessionError(
                 f"no model {name!r}: the bundled models are in the source checkout, below tests/fakes/models; "
@@ -72,7 +94,9 @@ def cases(names: Sequence[str], slack: int | None) -> list[Case]:
     return found
 
 
-def run_case(case: Case, played: session.Session, rounds: int, home: Path, bar: Progress) -> Comparison:
+def run_case(
+    case: Case, played: session.Session, rounds: int, home: Path, bar: Progress
+) -> Comparison:
     """Both sides of one model, one server at a time."""
     renderer = ModelTokenizer(case.directory)
     result = Comparison(case.name)
@@ -81,17 +105,31 @@ def run_case(case: Case, played: session.Session, rounds: int, home: Path, bar: 
     for number, label in enumerate(compare.order(rounds)):
 
         def waiting(seconds: float, label: str = label) -> None:
-            bar.update(task, description=f"{case.name}: {label} server starts, {seconds:.0f} s")
+            bar.update(
+                task, description=f"{case.name}: {label} server starts, {seconds:.0f} s"
+            )
 
         folder = home / f"{case.name}-{number}-{label}"
-        server = Server(str(case.directory), folder, plus=label == PLUS, on_wait=waiting)
+        server = Server(
+            str(case.directory), folder, plus=label == PLUS, on_wait=waiting
+        )
         with server:
             bar.update(task, description=f"{case.name}: {label}")
-            options = client.Options(server.base, model=str(case.directory), timeout=120.0)
+            options = client.Options(
+                server.base, model=str(case.directory), timeout=120.0
+            )
             try:
-                rows = compare.measure(played, server.base, renderer, options, lambda row: bar.advance(task))
+                rows = compare.measure(
+                    played,
+                    server.base,
+                    renderer,
+                    options,
+                    lambda row: bar.advance(task),
+                )
             except ServerFault as error:
-                raise ServerFault(f"{case.name}, {label}: {error}\n{server.tail()}") from None
+                raise ServerFault(
+                    f"{case.name}, {label}: {error}\n{server.tail()}"
+                ) from None
         result.rows[label].append(rows)
     return result
 
@@ -99,22 +137,44 @@ def run_case(case: Case, played: session.Session, rounds: int, home: Path, bar: 
 def side_by_side(comparison: Comparison) -> Table:
     """One line a turn of the last round: what both sides restored and prefilled."""
     heading = f"{comparison.name}: stock with its prefix cache beside --cacheplus"
-    result = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    result = Table(
+        title=heading, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     columns = ("turn", "prompt", "new", "generated")
-    for name in (*columns, *(f"{side}\n{what}" for side in (STOCK, PLUS) for what in _PER_SIDE)):
+    for name in (
+        *columns,
+        *(f"{side}\n{what}" for side in (STOCK, PLUS) for what in _PER_SIDE),
+    ):
         result.add_column(name, justify="right")
-    for stock, plus in zip(comparison.rows[STOCK][-1], comparison.rows[PLUS][-1]):
+    for stock, plus in zip(
+        comparison.rows[STOCK][-1], comparison.rows[PLUS][-1], strict=False
+    ):
         result.add_row(
-            str(stock.turn), str(stock.prompt), _new(plus), str(stock.generated), *_half(stock), *_half(plus)
+            str(stock.turn),
+            str(stock.prompt),
+            _new(plus),
+            str(stock.generated),
+            *_half(stock),
+            *_half(plus),
         )
     result.add_section()
     stock_sum, plus_sum = comparison.totals(STOCK), comparison.totals(PLUS)
     halves = []
     for sums in (stock_sum, plus_sum):
         shown = table.ratio(sums.prefilled, sums.new, sums.estimated)
-        halves += [str(sums.restored), str(sums.prefilled), shown, table.seconds(sums.ttft)]
+        halves += [
+            str(sums.restored),
+            str(sums.prefilled),
+            shown,
+            table.seconds(sums.ttft),
+        ]
     mark = "~" if plus_sum.estimated else ""
-    lead = ["total", str(stock_sum.prompt), f"{mark}{plus_sum.new}", str(stock_sum.generated)]
+    lead = [
+        "total",
+        str(stock_sum.prompt),
+        f"{mark}{plus_sum.new}",
+        str(stock_sum.generated),
+    ]
     result.add_row(*lead, *halves, style="bold")
     return result
 
@@ -150,19 +210,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         played = session.load(args.session).first(args.turns)
         wanted = cases(args.model or _DEFAULT, args.slack)
-        with tempfile.TemporaryDirectory(prefix="cacheplus-demo-") as home, progress_bar() as bar:
+        with (
+            tempfile.TemporaryDirectory(prefix="cacheplus-demo-") as home,
+            progress_bar() as bar,
+        ):
             for case in wanted:
-                comparisons.append(run_case(case, played, max(1, args.rounds), Path(home), bar))
+                comparisons.append(
+                    run_case(case, played, max(1, args.rounds), Path(home), bar)
+                )
     except (session.SessionError, StartFailed, ServerFault, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     finally:
         if args.json and comparisons:
             compare.write(args.json, comparisons)
-    for case, comparison in zip(wanted, comparisons):
+    for case, comparison in zip(wanted, comparisons, strict=False):
         met = show(comparison, case.slack, console) and met
     spent = time.monotonic() - began
-    console.print(f"{'The claim is met' if met else 'THE CLAIM IS NOT MET'}; {spent:.0f} s.")
+    console.print(
+        f"{'The claim is met' if met else 'THE CLAIM IS NOT MET'}; {spent:.0f} s."
+    )
     return 0 if met else 1
 
 

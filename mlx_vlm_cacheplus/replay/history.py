@@ -27,7 +27,10 @@ class Reply:
 
     def text(self) -> str:
         """Everything the model wrote, comparable between two servers (call ids are random and left out)."""
-        calls = [[call["function"].get("name"), call["function"].get("arguments")] for call in self.tool_calls]
+        calls = [
+            [call["function"].get("name"), call["function"].get("arguments")]
+            for call in self.tool_calls
+        ]
         return json.dumps([self.reasoning, self.content, calls], ensure_ascii=False)
 
 
@@ -40,7 +43,9 @@ class History:
         self.messages: list[dict[str, Any]] = []
         self._marker = marker
         if session.system:
-            self.messages.append({"role": "system", "content": self._marked(session.system)})
+            self.messages.append(
+                {"role": "system", "content": self._marked(session.system)}
+            )
 
     def _marked(self, text: str) -> str:
         marker, self._marker = self._marker, ""
@@ -50,19 +55,28 @@ class History:
         """Append what the client says, its tool results matched to the calls of the reply before it."""
         calls = self.messages[-1].get("tool_calls", []) if self.messages else []
         results = [message for message in turn.add if message["role"] == "tool"]
-        for call, result in zip(calls, results):
+        for call, result in zip(calls, results, strict=False):
             self._answer(call, result["content"])
         for call in calls[len(results) :]:
             self._answer(call, UNANSWERED)
         for result in results[len(calls) :]:
-            self._say(f"Result of {result.get('name') or 'the tool'}:\n{result['content']}")
+            self._say(
+                f"Result of {result.get('name') or 'the tool'}:\n{result['content']}"
+            )
         for message in turn.add:
             if message["role"] == "user":
                 self._say(message["content"])
 
     def _answer(self, call: dict[str, Any], content: str) -> None:
         name = call["function"]["name"]
-        self.messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
+        self.messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": name,
+                "content": content,
+            }
+        )
 
     def _say(self, content: Any) -> None:
         if isinstance(content, str):
@@ -88,6 +102,10 @@ def recorded_reply(turn: Turn, number: int) -> Reply:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         function = {"name": call["name"], "arguments": arguments}
-        calls.append({"id": f"call_{number}_{index}", "type": "function", "function": function})
+        calls.append(
+            {"id": f"call_{number}_{index}", "type": "function", "function": function}
+        )
     reason = "tool_calls" if calls else "stop"
-    return Reply(expected.get("content") or "", expected.get("reasoning") or "", calls, reason)
+    return Reply(
+        expected.get("content") or "", expected.get("reasoning") or "", calls, reason
+    )

@@ -34,7 +34,11 @@ class _Request:
 
 def import_log(text: str, name: str = "imported", where: str = "log") -> Imported:
     """Read a request log; SessionError names the line that cannot be read."""
-    requests = [_request(line, number, where) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    requests = [
+        _request(line, number, where)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip()
+    ]
     if not requests:
         raise SessionError(f"{where}: no requests")
     chain, skipped = _chain(requests, where)
@@ -45,14 +49,13 @@ def import_log(text: str, name: str = "imported", where: str = "log") -> Importe
         turns.append(_turn(request, before, after, where))
     body = chain[0].body
     limit = body.get("max_tokens") or body.get("max_completion_tokens")
-    options = {"max_tokens": int(limit)} if limit else {}
     session = Session(
         name=name,
         turns=turns,
         description=f"imported from {len(chain)} requests",
         system=_system(body["messages"]),
         tools=body.get("tools") or [],
-        **options,
+        max_tokens=int(limit) if limit else Session.max_tokens,
     )
     return Imported(session, skipped)
 
@@ -66,18 +69,31 @@ def _request(line: str, number: int, where: str) -> _Request:
     wrapped = isinstance(record, dict) and isinstance(record.get("request"), dict)
     body = record["request"] if wrapped else record
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        raise SessionError(f'{at} has no list "messages" (a request body, or one under "request", is expected)')
+        raise SessionError(
+            f'{at} has no list "messages" (a request body, or one under "request", is expected)'
+        )
     for message in body["messages"]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise SessionError(f"{at}: a message without a role")
-    messages = [_plain(message) for message in body["messages"] if message["role"] not in _SYSTEM]
-    return _Request(number, body, messages, _logged_reply(record.get("response")) if wrapped else None)
+    messages = [
+        _plain(message)
+        for message in body["messages"]
+        if message["role"] not in _SYSTEM
+    ]
+    return _Request(
+        number,
+        body,
+        messages,
+        _logged_reply(record.get("response")) if wrapped else None,
+    )
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """Content parts of text only as one string, so that clients that switch forms still continue."""
     content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and "text" in part for part in content
+    ):
         return {**message, "content": "\n".join(str(part["text"]) for part in content)}
     return {**message, "content": "" if content is None else content}
 
@@ -90,7 +106,9 @@ def _logged_reply(response: Any) -> dict[str, Any] | None:
 
 
 def _system(messages: list[dict[str, Any]]) -> str | None:
-    parts = [_plain(message)["content"] for message in messages if message["role"] in _SYSTEM]
+    parts = [
+        _plain(message)["content"] for message in messages if message["role"] in _SYSTEM
+    ]
     return "\n\n".join(str(part) for part in parts if part) or None
 
 
@@ -107,26 +125,44 @@ def _chain(requests: list[_Request], where: str) -> tuple[list[_Request], list[s
     best = max(chains, key=len)
     rest = (request for chain in chains if chain is not best for request in chain)
     lines = sorted(request.line for request in rest)
-    return best, [f"{where}: line {line} does not continue the conversation; left out" for line in lines]
+    return best, [
+        f"{where}: line {line} does not continue the conversation; left out"
+        for line in lines
+    ]
 
 
 def _continues(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
     if len(after) <= len(before):
         return False
-    same = all(_key(old) == _key(new) for old, new in zip(before, after))
-    return same and any(message["role"] in ("user", "tool") for message in after[len(before) :])
+    same = all(_key(old) == _key(new) for old, new in zip(before, after, strict=False))
+    return same and any(
+        message["role"] in ("user", "tool") for message in after[len(before) :]
+    )
 
 
 def _key(message: dict[str, Any]) -> tuple[Any, ...]:
-    return message["role"], json.dumps(message["content"], sort_keys=True), message.get("tool_call_id")
+    return (
+        message["role"],
+        json.dumps(message["content"], sort_keys=True),
+        message.get("tool_call_id"),
+    )
 
 
-def _turn(request: _Request, before: list[dict[str, Any]], after: list[dict[str, Any]] | None, where: str) -> Turn:
+def _turn(
+    request: _Request,
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]] | None,
+    where: str,
+) -> Turn:
     names: dict[str, str] = {}
     for message in request.messages:
         for call in message.get("tool_calls") or []:
             names[call.get("id", "")] = (call.get("function") or {}).get("name", "")
-    add = [_added(message, names) for message in request.messages[len(before) :] if message["role"] != "assistant"]
+    add = [
+        _added(message, names)
+        for message in request.messages[len(before) :]
+        if message["role"] != "assistant"
+    ]
     if not add:
         raise SessionError(f"{where}: line {request.line} adds no user or tool message")
     reply = request.reply
@@ -139,7 +175,11 @@ def _turn(request: _Request, before: list[dict[str, Any]], after: list[dict[str,
 def _added(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     if message["role"] in ("tool", "function"):
         name = message.get("name") or names.get(message.get("tool_call_id") or "")
-        return {"role": "tool", **({"name": name} if name else {}), "content": message["content"]}
+        return {
+            "role": "tool",
+            **({"name": name} if name else {}),
+            "content": message["content"],
+        }
     return {"role": "user", "content": message["content"]}
 
 
@@ -153,7 +193,9 @@ def _expected(reply: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function") or {}
         arguments = function.get("arguments", {})
         try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            arguments = (
+                json.loads(arguments) if isinstance(arguments, str) else arguments
+            )
         except json.JSONDecodeError:
             pass  # kept as the text that the model wrote
         calls.append({"name": function.get("name", ""), "arguments": arguments})

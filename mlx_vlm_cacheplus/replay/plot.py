@@ -32,12 +32,14 @@ def draw(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
 
     turns = sorted({row.turn for row in rows})
     restored = [sum(row.restored for row in rows if row.turn == turn) for turn in turns]
-    prefilled = [sum(row.prefilled for row in rows if row.turn == turn) for turn in turns]
+    prefilled = [
+        sum(row.prefilled for row in rows if row.turn == turn) for turn in turns
+    ]
     new = [sum(row.new for row in rows if row.turn == turn) for turn in turns]
     figure, axes = pyplot.subplots(figsize=(9, 4.5))
     axes.bar(turns, restored, label="restored", color="#9ecae1")
     axes.bar(turns, prefilled, bottom=restored, label="prefilled", color="#e6550d")
-    ceiling = [sum(pair) for pair in zip(restored, new)]
+    ceiling = [sum(pair) for pair in zip(restored, new, strict=False)]
     axes.plot(turns, ceiling, "k_", markersize=14, label="restored + new")
     axes.set_xlabel("turn")
     axes.set_ylabel("prompt tokens")

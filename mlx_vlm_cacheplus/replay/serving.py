@@ -51,8 +51,13 @@ class Server:
 
     def environment(self) -> dict[str, str]:
         """The caller's environment less its cache settings; prefix cache on, disk tier in ``home``."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
-        kept |= {"MLX_VLM_CACHE_HOME": str(self.home), "APC_DISK_PATH": str(self.home / "apc")}
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(_OURS)
+        }
+        kept |= {
+            "MLX_VLM_CACHE_HOME": str(self.home),
+            "APC_DISK_PATH": str(self.home / "apc"),
+        }
         kept |= {"APC_ENABLED": "1", "HF_HUB_OFFLINE": "1"}
         return kept if self.plus else {**kept, "MLX_VLM_CACHEPLUS": "0"}
 
@@ -62,7 +67,11 @@ class Server:
         self.base = f"http://127.0.0.1:{port}"
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
-                self.command(port), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment()
+                self.command(port),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
             )
         try:
             self._wait()
@@ -72,7 +81,10 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -81,12 +93,16 @@ class Server:
         began = time.monotonic()
         while (waited := time.monotonic() - began) < self.wait_seconds:
             if self._process.poll() is not None:
-                raise StartFailed(f"the server ended with status {self._process.returncode}\n{self.tail()}")
+                raise StartFailed(
+                    f"the server ended with status {self._process.returncode}\n{self.tail()}"
+                )
             if self._healthy():
                 return
             self.on_wait(waited)
             time.sleep(0.2)
-        raise StartFailed(f"the server was not ready after {self.wait_seconds:.0f} s\n{self.tail()}")
+        raise StartFailed(
+            f"the server was not ready after {self.wait_seconds:.0f} s\n{self.tail()}"
+        )
 
     def _healthy(self) -> bool:
         try:

@@ -66,12 +66,18 @@ def load(source: str | Path) -> Session:
         text = _bundle().joinpath(f"{name}.jsonl").read_text(encoding="utf-8")
         return parse(text, name)
     known = ", ".join(bundled())
-    raise SessionError(f"{source}: no such file, and no bundled session of that name (bundled: {known})")
+    raise SessionError(
+        f"{source}: no such file, and no bundled session of that name (bundled: {known})"
+    )
 
 
 def bundled() -> list[str]:
     """Names of the sessions that come with the package."""
-    return sorted(item.name[: -len(".jsonl")] for item in _bundle().iterdir() if item.name.endswith(".jsonl"))
+    return sorted(
+        item.name[: -len(".jsonl")]
+        for item in _bundle().iterdir()
+        if item.name.endswith(".jsonl")
+    )
 
 
 def _bundle() -> Any:
@@ -102,7 +108,9 @@ def parse(text: str, where: str = "session") -> Session:
 
 def _header(record: dict[str, Any], at: str) -> dict[str, Any]:
     if record.get("session") != FORMAT:
-        raise SessionError(f'{at}: the first line must be a header with "session": {FORMAT}')
+        raise SessionError(
+            f'{at}: the first line must be a header with "session": {FORMAT}'
+        )
     _refuse_unknown(record, _HEADER_KEYS, at)
     defaults = record.get("defaults") or {}
     _refuse_unknown(defaults, _DEFAULT_KEYS, at)
@@ -121,20 +129,33 @@ def _turn(record: dict[str, Any], at: str) -> Turn:
     if not isinstance(add, list) or not add:
         raise SessionError(f'{at}: "add" must list the messages that the client adds')
     for message in add:
-        if not isinstance(message, dict) or message.get("role") not in _ROLES or "content" not in message:
-            raise SessionError(f"{at}: an added message needs a content and a role of {sorted(_ROLES)}")
-    return Turn(add=add, expected=record.get("expected"), max_tokens=record.get("max_tokens"))
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in _ROLES
+            or "content" not in message
+        ):
+            raise SessionError(
+                f"{at}: an added message needs a content and a role of {sorted(_ROLES)}"
+            )
+    return Turn(
+        add=add, expected=record.get("expected"), max_tokens=record.get("max_tokens")
+    )
 
 
 def _refuse_unknown(record: dict[str, Any], known: set[str], at: str) -> None:
     unknown = sorted(set(record) - known)
     if unknown:
-        raise SessionError(f"{at}: unknown key {unknown[0]!r} (known: {', '.join(sorted(known))})")
+        raise SessionError(
+            f"{at}: unknown key {unknown[0]!r} (known: {', '.join(sorted(known))})"
+        )
 
 
 def dump(session: Session) -> str:
     """Session as JSON lines; ``parse`` reads it back."""
-    defaults: dict[str, Any] = {"max_tokens": session.max_tokens, "temperature": session.temperature}
+    defaults: dict[str, Any] = {
+        "max_tokens": session.max_tokens,
+        "temperature": session.temperature,
+    }
     defaults["echo_reasoning"] = session.echo_reasoning
     if session.enable_thinking is not None:
         defaults["enable_thinking"] = session.enable_thinking

@@ -10,7 +10,16 @@ from rich.table import Table
 
 from .rows import ESTIMATE, Row, Totals, total
 
-_COLUMNS = ("prompt", "restored", "prefilled", "new", "generated", "TTFT s", "tok/s", "re-read")
+_COLUMNS = (
+    "prompt",
+    "restored",
+    "prefilled",
+    "new",
+    "generated",
+    "TTFT s",
+    "tok/s",
+    "re-read",
+)
 
 
 def console() -> Console:
@@ -36,7 +45,9 @@ def ratio(prefilled: int, new: int, estimated: bool = False) -> str:
 def rows_table(rows: Sequence[Row], title: str = "") -> Table:
     """One line a turn and one in total; a session column when there are several."""
     several = len({row.session for row in rows}) > 1
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     if several:
         table.add_column("session", justify="right")
     for name in ("turn", *_COLUMNS):
@@ -46,7 +57,9 @@ def rows_table(rows: Sequence[Row], title: str = "") -> Table:
         table.add_row(*lead, str(row.turn), *_cells(row))
     sums = total(rows)
     table.add_section()
-    table.add_row(*(["all"] if several else []), "total", *_total_cells(sums), style="bold")
+    table.add_row(
+        *(["all"] if several else []), "total", *_total_cells(sums), style="bold"
+    )
     return table
 
 
@@ -55,11 +68,23 @@ def _cells(row: Row) -> list[str]:
     counts = [row.prompt, row.restored, row.prefilled]
     new = f"{'~' if estimated else ''}{row.new}"
     timing = [seconds(row.ttft), speed(row.speed)]
-    return [*map(str, counts), new, str(row.generated), *timing, ratio(row.prefilled, row.new, estimated)]
+    return [
+        *map(str, counts),
+        new,
+        str(row.generated),
+        *timing,
+        ratio(row.prefilled, row.new, estimated),
+    ]
 
 
 def _total_cells(sums: Totals) -> list[str]:
     counts = [sums.prompt, sums.restored, sums.prefilled]
     new = f"{'~' if sums.estimated else ''}{sums.new}"
     timing = [seconds(sums.ttft), speed(sums.speed)]
-    return [*map(str, counts), new, str(sums.generated), *timing, ratio(sums.prefilled, sums.new, sums.estimated)]
+    return [
+        *map(str, counts),
+        new,
+        str(sums.generated),
+        *timing,
+        ratio(sums.prefilled, sums.new, sums.estimated),
+    ]

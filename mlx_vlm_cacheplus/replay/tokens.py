@@ -20,7 +20,7 @@ from .rows import ESTIMATE, TOKENIZER, Row
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Number of leading ids that two prompts share."""
-    for index, (a, b) in enumerate(zip(left, right)):
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
     return min(len(left), len(right))
@@ -31,7 +31,9 @@ class Renderer(Protocol):
 
     special: set[int]
 
-    def prompts(self, messages: list[dict[str, Any]], tools: list[Any], thinking: bool | None) -> list[list[int]]:
+    def prompts(
+        self, messages: list[dict[str, Any]], tools: list[Any], thinking: bool | None
+    ) -> list[list[int]]:
         """The ids in each form that servers hand to templates, most usual first."""
         ...
 
@@ -49,17 +51,31 @@ class ModelTokenizer:
             self._tokenizer.chat_template = template.read_text(encoding="utf-8")
         self.special = set(self._tokenizer.all_special_ids)
 
-    def prompts(self, messages: list[dict[str, Any]], tools: list[Any], thinking: bool | None) -> list[list[int]]:
-        """Content as plain text, then as a list of parts (gemma4 and other vision models)."""
+    def prompts(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any],
+        thinking: bool | None,
+        ask: bool = True,
+    ) -> list[list[int]]:
+        """Content as plain text, then as a list of parts (gemma4 and others); ``ask`` opens the model's turn."""
         plain = [_template_message(message) for message in messages]
         parts = [_with_parts(message) for message in plain]
-        return [self._encode(form, tools, thinking) for form in (plain, parts)]
+        return [self._encode(form, tools, thinking, ask) for form in (plain, parts)]
 
-    def _encode(self, messages: list[dict[str, Any]], tools: list[Any], thinking: bool | None) -> list[int]:
-        extra = {} if thinking is None else {"enable_thinking": thinking}
-        text = self._tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **extra
+    def _encode(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any],
+        thinking: bool | None,
+        ask: bool,
+    ) -> list[int]:
+        extra: dict[str, Any] = (
+            {} if thinking is None else {"enable_thinking": thinking}
         )
+        extra |= {"tokenize": False, "add_generation_prompt": ask}
+        render: Any = self._tokenizer.apply_chat_template
+        text: str = render(messages, tools=tools or None, **extra)
         bos = self._tokenizer.bos_token
         add_special = bos is None or not text.startswith(bos)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special))
@@ -84,7 +100,11 @@ def _template_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool" or "tool_calls" in message or not isinstance(message["content"], str):
+    if (
+        message["role"] == "tool"
+        or "tool_calls" in message
+        or not isinstance(message["content"], str)
+    ):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
@@ -119,7 +139,11 @@ class NewCounter:
 
     def sent(self, messages: list[dict[str, Any]]) -> Sent:
         """Ids of the prompt about to be sent (none without a tokenizer); earlier means answered by now."""
-        forms = self.renderer.prompts(messages, self.tools, self.thinking) if self.renderer else []
+        forms = (
+            self.renderer.prompts(messages, self.tools, self.thinking)
+            if self.renderer
+            else []
+        )
         return Sent(forms, len(self._seen))
 
     def answered(self, row: Row, sent: Sent) -> None:
@@ -152,7 +176,9 @@ class NewCounter:
     def _estimate(self, row: Row) -> int:
         return max(0, row.prompt - self._lengths.get(row.session, 0))
 
-    def _known(self, session: int, ids: list[int], earlier: list[_Seen]) -> tuple[int, bool]:
+    def _known(
+        self, session: int, ids: list[int], earlier: list[_Seen]
+    ) -> tuple[int, bool]:
         """Longest prefix of ``ids`` in an earlier prompt + reply, and whether the reply's part of it is certain."""
         best = max((common_prefix(ids, seen.ids) for seen in earlier), default=0)
         last = self._latest.get(session)
@@ -160,8 +186,16 @@ class NewCounter:
             return best, True
         end = len(last.ids) + last.reply
         closing = end - 1 if last.stopped else end
-        certain = closing < len(ids) and ids[closing] in self.renderer.special if self.renderer else False
+        certain = (
+            closing < len(ids) and ids[closing] in self.renderer.special
+            if self.renderer
+            else False
+        )
         return min(len(ids), max(best, end)), certain
 
 
-_CUT = {"length", "max_tokens", "incomplete"}  # finish reasons that leave the turn without an end token
+_CUT = {
+    "length",
+    "max_tokens",
+    "incomplete",
+}  # finish reasons that leave the turn without an end token

@@ -42,7 +42,11 @@ class Ask:
     enable_thinking: bool | None = None
 
     def common(self) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.model, "temperature": self.temperature, "stream": self.stream}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "temperature": self.temperature,
+            "stream": self.stream,
+        }
         if self.enable_thinking is not None:
             body["enable_thinking"] = self.enable_thinking
         return body
@@ -83,7 +87,9 @@ class Chat:
         wrote = False
         for choice in data.get("choices") or []:
             wrote = self._take(choice.get("delta") or {}, out.reply) or wrote
-            out.reply.finish_reason = choice.get("finish_reason") or out.reply.finish_reason
+            out.reply.finish_reason = (
+                choice.get("finish_reason") or out.reply.finish_reason
+            )
         self._usage(data, out)
         return wrote
 
@@ -114,7 +120,13 @@ class Chat:
 def _merge_call(calls: list[dict[str, Any]], index: int, delta: dict[str, Any]) -> None:
     """Add one streamed piece to the call at ``index``; name and arguments arrive in pieces."""
     while len(calls) <= index:
-        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": {"name": "", "arguments": ""}})
+        calls.append(
+            {
+                "id": f"call_{len(calls)}",
+                "type": "function",
+                "function": {"name": "", "arguments": ""},
+            }
+        )
     call, function = calls[index], delta.get("function") or {}
     call["id"] = delta.get("id") or call["id"]
     call["function"]["name"] += function.get("name") or ""
@@ -158,19 +170,31 @@ class Messages:
             out.reply.content += delta.get("text") or ""
             out.reply.reasoning += delta.get("thinking") or ""
             if delta.get("partial_json"):
-                out.reply.tool_calls[-1]["function"]["arguments"] += delta["partial_json"]
-            return bool(delta.get("text") or delta.get("thinking") or delta.get("partial_json"))
+                out.reply.tool_calls[-1]["function"]["arguments"] += delta[
+                    "partial_json"
+                ]
+            return bool(
+                delta.get("text") or delta.get("thinking") or delta.get("partial_json")
+            )
         elif kind == "message_delta":
             out.reply.finish_reason = delta.get("stop_reason")
-            out.generated = (data.get("usage") or {}).get("output_tokens", out.generated)
+            out.generated = (data.get("usage") or {}).get(
+                "output_tokens", out.generated
+            )
         return False
 
     @staticmethod
     def _start(block: dict[str, Any], reply: Reply) -> bool:
         if block.get("type") == "tool_use":
-            arguments = json.dumps(block["input"], ensure_ascii=False) if block.get("input") else ""
+            arguments = (
+                json.dumps(block["input"], ensure_ascii=False)
+                if block.get("input")
+                else ""
+            )
             function = {"name": block.get("name", ""), "arguments": arguments}
-            reply.tool_calls.append({"id": block["id"], "type": "function", "function": function})
+            reply.tool_calls.append(
+                {"id": block["id"], "type": "function", "function": function}
+            )
             return True
         reply.content += block.get("text") or ""
         reply.reasoning += block.get("thinking") or ""
@@ -180,19 +204,33 @@ class Messages:
     def _usage(usage: dict[str, Any], out: Received) -> None:
         read = usage.get("cache_read_input_tokens") or 0
         out.restored = read
-        out.prompt = (usage.get("input_tokens") or 0) + read + (usage.get("cache_creation_input_tokens") or 0)
+        out.prompt = (
+            (usage.get("input_tokens") or 0)
+            + read
+            + (usage.get("cache_creation_input_tokens") or 0)
+        )
         out.generated = usage.get("output_tokens")
 
 
 def _message_param(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] == "tool":
-        block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}
+        block = {
+            "type": "tool_result",
+            "tool_use_id": message["tool_call_id"],
+            "content": message["content"],
+        }
         return {"role": "user", "content": [block]}
     if message["role"] == "user":
         return {"role": "user", "content": message["content"]}
     blocks: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
-        blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+        blocks.append(
+            {
+                "type": "thinking",
+                "thinking": message["reasoning_content"],
+                "signature": "",
+            }
+        )
     if message["content"]:
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", []):
@@ -212,7 +250,11 @@ def _mapping(arguments: str) -> dict[str, Any]:
 
 def _messages_tool(function: dict[str, Any]) -> dict[str, Any]:
     schema = function.get("parameters") or {"type": "object", "properties": {}}
-    return {"name": function["name"], "description": function.get("description", ""), "input_schema": schema}
+    return {
+        "name": function["name"],
+        "description": function.get("description", ""),
+        "input_schema": schema,
+    }
 
 
 class Responses:
@@ -222,13 +264,20 @@ class Responses:
 
     def body(self, messages: list[dict[str, Any]], ask: Ask) -> dict[str, Any]:
         body = {**ask.common(), "max_output_tokens": ask.max_tokens, "store": False}
-        items = [item for message in messages if message["role"] != "system" for item in _response_items(message)]
+        items = [
+            item
+            for message in messages
+            if message["role"] != "system"
+            for item in _response_items(message)
+        ]
         body["input"] = items
         for message in messages:
             if message["role"] == "system":
                 body["instructions"] = message["content"]
         if ask.tools:
-            body["tools"] = [{"type": "function", **tool["function"]} for tool in ask.tools]
+            body["tools"] = [
+                {"type": "function", **tool["function"]} for tool in ask.tools
+            ]
         return body
 
     def whole(self, data: dict[str, Any], out: Received) -> None:
@@ -236,7 +285,9 @@ class Responses:
         for item in data.get("output") or []:
             self._item(item, out.reply)
         usage = data.get("usage") or {}
-        out.prompt, out.generated = usage.get("input_tokens"), usage.get("output_tokens")
+        out.prompt, out.generated = usage.get("input_tokens"), usage.get(
+            "output_tokens"
+        )
         out.restored = (usage.get("input_tokens_details") or {}).get("cached_tokens")
 
     def event(self, data: dict[str, Any], out: Received) -> bool:
@@ -248,26 +299,51 @@ class Responses:
     @staticmethod
     def _item(item: dict[str, Any], reply: Reply) -> None:
         if item.get("type") == "message":
-            reply.content += "".join(part.get("text", "") for part in item.get("content") or [])
+            reply.content += "".join(
+                part.get("text", "") for part in item.get("content") or []
+            )
         elif item.get("type") == "reasoning":
-            reply.reasoning += "".join(part.get("text", "") for part in item.get("summary") or [])
+            reply.reasoning += "".join(
+                part.get("text", "") for part in item.get("summary") or []
+            )
         elif item.get("type") == "function_call":
-            function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
-            reply.tool_calls.append({"id": item["call_id"], "type": "function", "function": function})
+            function = {
+                "name": item["name"],
+                "arguments": item.get("arguments") or "{}",
+            }
+            reply.tool_calls.append(
+                {"id": item["call_id"], "type": "function", "function": function}
+            )
 
 
 def _response_items(message: dict[str, Any]) -> list[dict[str, Any]]:
     if message["role"] == "tool":
-        return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}]
+        return [
+            {
+                "type": "function_call_output",
+                "call_id": message["tool_call_id"],
+                "output": message["content"],
+            }
+        ]
     items = []
     if message["content"] or message.get("reasoning_content"):
-        item = {"type": "message", "role": message["role"], "content": message["content"]}
+        item = {
+            "type": "message",
+            "role": message["role"],
+            "content": message["content"],
+        }
         if message.get("reasoning_content"):
             item["reasoning"] = message["reasoning_content"]
         items.append(item)
     for call in message.get("tool_calls", []):
-        items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
+        items.append(
+            {"type": "function_call", "call_id": call["id"], **call["function"]}
+        )
     return items
 
 
-PROTOCOLS: dict[str, Protocol_] = {"chat": Chat(), "messages": Messages(), "responses": Responses()}
+PROTOCOLS: dict[str, Protocol_] = {
+    "chat": Chat(),
+    "messages": Messages(),
+    "responses": Responses(),
+}
