@@ -89,9 +89,19 @@ class Patcher:
     def for_change(self, owner: str, targets: Iterable[Target]) -> ChangePatcher:
         return ChangePatcher(self, owner, targets)
 
-    def install(self, owner: str, target: Target, build: Callable[[Any], Any]) -> None:
-        """Put build(original raw object) in the original's place. The original is ABSENT where nothing is there."""
-        holder, attribute = resolve_holder(target.module, target.qualname)
+    def install(
+        self,
+        owner: str,
+        target: Target,
+        build: Callable[[Any], Any],
+        within: str = "",
+    ) -> None:
+        """Put build(original raw object) in the original's place. The original is ABSENT where nothing is there.
+
+        within: a dotted path from the object that the target names to the attribute, where that object stays.
+        """
+        path = f"{target.qualname}.{within}" if within else target.qualname
+        holder, attribute = resolve_holder(target.module, path)
         original = raw_value(holder, attribute)
         installed = build(original)
         setattr(holder, attribute, installed)
@@ -170,6 +180,12 @@ class ChangePatcher:
         """Replace or add an attribute; a revert restores or deletes it."""
         self._patcher.install(
             self._owner, self._declared(module, qualname), lambda original: value
+        )
+
+    def set_within(self, module: str, qualname: str, path: str, value: Any) -> None:
+        """Replace an attribute inside the object that a target names, such as ("...app", "app", "router.routes")."""
+        self._patcher.install(
+            self._owner, self._declared(module, qualname), lambda original: value, path
         )
 
     def _declared(self, module: str, qualname: str) -> Target:
