@@ -9,7 +9,14 @@ import importlib
 
 from ..change import Change
 
-ORDER: tuple[str, ...] = ("row-positions", "row-errors", "output-tokens", "reply-ids")
+ORDER: tuple[str, ...] = (
+    "row-positions",
+    "row-errors",
+    "output-tokens",
+    "reply-ids",
+    # Last: it reads what the others leave behind.
+    "reuse-record",
+)
 
 
 def module_name(name: str) -> str:

@@ -1,0 +1,1 @@
+"""The reuse record: for each request, what was restored, what was read, and what the cache kept. See docs/REPORT.md."""

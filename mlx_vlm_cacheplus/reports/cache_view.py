@@ -1,0 +1,69 @@
+"""What a record needs to know of the prefix cache that stock gave to a batch generator. Reads plain counters only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CACHE_OFF = "the prefix cache is off"
+NOT_RESTORABLE = "this model's layers cannot be restored"
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """Borrows the manager for as long as the request lasts; None where the cache is off.
+
+    Attributes:
+        off: why this request cannot use the cache; None when it can.
+        whole_states: rows are stored as whole states, restorable at single lengths, and not in blocks.
+    """
+
+    manager: Any = None
+    off: str | None = None
+    whole_states: bool = False
+
+    @classmethod
+    def of(cls, batch_generator: Any, server_manager: Any) -> CacheView:
+        coordinator = getattr(batch_generator, "apc", None)
+        if coordinator is None:
+            return cls(off=CACHE_OFF if server_manager is None else NOT_RESTORABLE)
+        return cls(coordinator.manager, None, bool(coordinator.is_checkpoint))
+
+    @property
+    def block(self) -> int:
+        """Tokens that a restored length is rounded to."""
+        return (
+            1 if self.whole_states else int(getattr(self.manager, "block_size", 1) or 1)
+        )
+
+    @property
+    def minimum(self) -> int:
+        """The shortest prefix that is kept, in tokens."""
+        if not self.whole_states:
+            return self.block
+        return int(getattr(self.manager, "exact_cache_min_tokens", 0) or 0)
+
+    def count(self, *names: str) -> int:
+        """Sum of some of the manager's counters; those that do not exist count 0."""
+        stats = getattr(self.manager, "stats", None)
+        return sum(int(getattr(stats, name, 0) or 0) for name in names)
+
+    @property
+    def evictions(self) -> int:
+        return self.count("evictions", "memory_evictions")
+
+    @property
+    def disk_hits(self) -> int:
+        return self.count("disk_hits")
+
+    @property
+    def refusals(self) -> int:
+        """How often the budget had no room for a store or a restore."""
+        return self.count("memory_skips")
+
+
+def media_follows(batch_generator: Any, ids: Sequence[int], length: int) -> bool:
+    """Whether the prompt has media after `length` tokens, where stock does not restore."""
+    ask = getattr(batch_generator, "_apc_suffix_is_text_only", None)
+    return callable(ask) and not ask(list(ids), length)
