@@ -1,0 +1,81 @@
+"""What every endpoint says of cached tokens, beside the tokens that were really forwarded.
+
+Run as a program, in a process of its own: one JSON list of rows. `--plain` leaves the plugin off, which shows stock.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+ENDPOINTS = ("chat", "responses", "messages")
+MODELS = ("dense", "hybrid", "window")
+HEAD = "copy: fox yak one two three four five six seven eight nine ten eleven twelve"
+
+
+def usages(raw: Any) -> list[dict[str, Any]]:
+    """Every usage object of a reply, as sent."""
+    events = raw if isinstance(raw, list) else [raw]
+    found = []
+    for event in events:
+        for holder in (event, event.get("message"), event.get("response")):
+            if isinstance(holder, dict) and holder.get("usage"):
+                found.append(holder["usage"])
+    return found
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def rows_of(server: Any, model: str) -> list[dict[str, Any]]:
+    rows = []
+    for endpoint in ENDPOINTS:
+        for stream in (False, True):
+            server.clear_cache()
+            ask = getattr(server, endpoint)
+            for kind, text in (
+                ("cold", HEAD),
+                ("full", HEAD),
+                ("partial", HEAD + " and then lion"),
+            ):
+                reply = ask([user(text)], max_tokens=6, stream=stream)
+                rows.append(
+                    {
+                        "model": model,
+                        "endpoint": endpoint,
+                        "stream": stream,
+                        "kind": kind,
+                        "ids": len(reply.prompt_ids),
+                        "prompt": reply.prompt_tokens,
+                        "cached": reply.cached_tokens,
+                        "forwarded": reply.prefilled,
+                        "usages": usages(reply.raw),
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    if "--plain" not in sys.argv:
+        import mlx_vlm_cacheplus
+
+        mlx_vlm_cacheplus.activate()
+    from tests.fakes.host import Settings, resolve_model, serving
+    from tests.fakes.server import TinyServer
+
+    rows: list[dict[str, Any]] = []
+    with serving() as host:
+        for model in MODELS:
+            rows += rows_of(
+                TinyServer(
+                    host, Settings(resolve_model(model), apc_checkpoint_entries=8)
+                ),
+                model,
+            )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
