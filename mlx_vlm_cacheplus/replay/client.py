@@ -197,7 +197,7 @@ def apply_report(result: Replayed, records: list[dict[str, Any]]) -> None:
             ):
                 left.remove(record)
                 if record.get("new") is not None:
-                    row.new, row.new_from = int(record["new"]), REPORT
+                    row.new, row.new_from, row.note = int(record["new"]), REPORT, ""
                 break
 
 

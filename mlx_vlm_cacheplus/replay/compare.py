@@ -63,15 +63,18 @@ def order(rounds: int) -> Iterator[str]:
 
 def measure(
     session: Session,
-    base: str,
+    options: client.Options,
     renderer: Renderer | None,
-    options: client.Options | None = None,
     on_row: Callable[[Row], None] | None = None,
+    warm: bool = False,
 ) -> list[Row]:
-    """Rows of one session on one server, after one short request that compiles what is compiled on first use."""
-    options = replace(options or client.Options(base), base=base)
-    warm = replace(options, marker="warm-up", sessions=1, max_tokens=4)
-    client.run(session.first(1), warm)
+    """Rows of one session on one server.
+
+    warm: replay it once before, with another marker, so that every shape is compiled when it is timed. The first prompt
+    then shares the template's opening with an earlier one, and has that many fewer new tokens.
+    """
+    if warm:
+        client.run(session, replace(options, marker="warm-up"))
     return client.run(session, options, NewCounter(renderer), on_row).rows
 
 

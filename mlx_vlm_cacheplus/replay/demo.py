@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from . import client, compare, session, table
@@ -64,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         help="rounds, in alternating order (default: 1)",
     )
+    result.add_argument(
+        "--warm", action="store_true", help="replay once before timing, on each server"
+    )
     result.add_argument("--turns", type=int, help="stop after so many turns")
     result.add_argument(
         "--json", metavar="FILE", help="write the raw rows of both sides to FILE"
@@ -94,44 +97,61 @@ def cases(names: Sequence[str], slack: int | None) -> list[Case]:
     return found
 
 
-def run_case(
-    case: Case, played: session.Session, rounds: int, home: Path, bar: Progress
-) -> Comparison:
+@dataclass(frozen=True)
+class Plan:
+    """What is done with each model; ``home`` takes the servers' caches and logs."""
+
+    session: session.Session
+    rounds: int
+    warm: bool
+    home: Path
+    bar: Progress
+
+
+def run_case(case: Case, plan: Plan) -> Comparison:
     """Both sides of one model, one server at a time."""
     renderer = ModelTokenizer(case.directory)
     result = Comparison(case.name)
-    steps = 2 * rounds * len(played.turns)
-    task = bar.add_task(case.name, total=steps)
-    for number, label in enumerate(compare.order(rounds)):
-
-        def waiting(seconds: float, label: str = label) -> None:
-            bar.update(
-                task, description=f"{case.name}: {label} server starts, {seconds:.0f} s"
-            )
-
-        folder = home / f"{case.name}-{number}-{label}"
-        server = Server(
-            str(case.directory), folder, plus=label == PLUS, on_wait=waiting
-        )
-        with server:
-            bar.update(task, description=f"{case.name}: {label}")
-            options = client.Options(
-                server.base, model=str(case.directory), timeout=120.0
-            )
-            try:
-                rows = compare.measure(
-                    played,
-                    server.base,
-                    renderer,
-                    options,
-                    lambda row: bar.advance(task),
-                )
-            except ServerFault as error:
-                raise ServerFault(
-                    f"{case.name}, {label}: {error}\n{server.tail()}"
-                ) from None
-        result.rows[label].append(rows)
+    steps = 2 * plan.rounds * len(plan.session.turns)
+    task = plan.bar.add_task(case.name, total=steps)
+    for number, label in enumerate(compare.order(plan.rounds)):
+        home = plan.home / f"{case.name}-{number}-{label}"
+        result.rows[label].append(_run_side(case, plan, label, home, renderer, task))
     return result
+
+
+def _run_side(
+    case: Case,
+    plan: Plan,
+    label: str,
+    home: Path,
+    renderer: ModelTokenizer,
+    task: TaskID,
+) -> list[Row]:
+    def say(text: str) -> None:
+        plan.bar.update(task, description=f"{case.name}: {label}{text}")
+
+    model = str(case.directory)
+    waiting = Server(
+        model,
+        home,
+        plus=label == PLUS,
+        on_wait=lambda seconds: say(f" server starts, {seconds:.0f} s"),
+    )
+    with waiting as server:
+        say("")
+        options = client.Options(server.base, model=model, timeout=120.0)
+        try:
+            return compare.measure(
+                plan.session,
+                options,
+                renderer,
+                lambda row: plan.bar.advance(task),
+                plan.warm,
+            )
+        except ServerFault as error:
+            place = f"{case.name}, {label}"
+            raise ServerFault(f"{place}: {error}\n{server.tail()}") from None
 
 
 def side_by_side(comparison: Comparison) -> Table:
@@ -206,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when every model's claim is met, 1 when not, 2 when it could not be run."""
     args = parser().parse_args(argv)
     console, began = table.console(), time.monotonic()
-    comparisons, met = [], True
+    comparisons: list[Comparison] = []
     try:
         played = session.load(args.session).first(args.turns)
         wanted = cases(args.model or _DEFAULT, args.slack)
@@ -214,23 +234,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             tempfile.TemporaryDirectory(prefix="cacheplus-demo-") as home,
             progress_bar() as bar,
         ):
+            plan = Plan(played, max(1, args.rounds), args.warm, Path(home), bar)
             for case in wanted:
-                comparisons.append(
-                    run_case(case, played, max(1, args.rounds), Path(home), bar)
-                )
+                comparisons.append(run_case(case, plan))
     except (session.SessionError, StartFailed, ServerFault, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     finally:
         if args.json and comparisons:
             compare.write(args.json, comparisons)
-    for case, comparison in zip(wanted, comparisons, strict=False):
-        met = show(comparison, case.slack, console) and met
+    shown = [
+        show(comparison, case.slack, console)
+        for case, comparison in zip(wanted, comparisons, strict=True)
+    ]
     spent = time.monotonic() - began
-    console.print(
-        f"{'The claim is met' if met else 'THE CLAIM IS NOT MET'}; {spent:.0f} s."
-    )
-    return 0 if met else 1
+    word = "The claim is met" if all(shown) else "THE CLAIM IS NOT MET"
+    console.print(f"{word}; {spent:.0f} s.")
+    return 0 if all(shown) else 1
 
 
 if __name__ == "__main__":
