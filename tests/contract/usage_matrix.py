@@ -30,17 +30,19 @@ def user(text: str) -> dict[str, str]:
 
 
 def rows_of(server: Any, model: str) -> list[dict[str, Any]]:
+    """Cold, an exact repeat, the next turn, and a turn that is answered by a stop token alone."""
     rows = []
     for endpoint in ENDPOINTS:
         for stream in (False, True):
             server.clear_cache()
             ask = getattr(server, endpoint)
-            for kind, text in (
-                ("cold", HEAD),
-                ("full", HEAD),
-                ("partial", HEAD + " and then lion"),
-            ):
-                reply = ask([user(text)], max_tokens=6, stream=stream)
+            talk = [user(HEAD)]
+            for kind in ("cold", "full", "turn", "empty"):
+                if kind in ("turn", "empty"):
+                    answer = {"role": "assistant", "content": reply.text or "lion"}
+                    talk = [*talk, answer, user("and then")]
+                script = [] if kind == "empty" else None
+                reply = ask(talk, max_tokens=6, stream=stream, script=script)
                 rows.append(
                     {
                         "model": model,

@@ -1,0 +1,404 @@
+"""Every way that a request can end leaves one record; stock is played by plain objects here."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_vlm_cacheplus.reports import reasons
+from mlx_vlm_cacheplus.reports.flight import NOT_READ, ONLY_PROMPT, ONLY_PROMPT_DRAFT
+from mlx_vlm_cacheplus.reports.ledger import Ledger
+from mlx_vlm_cacheplus.reports.seams import ROW_FAILED, Seams
+from mlx_vlm_cacheplus.reports.tracker import DRAFT_STATE, Tracker
+
+STOP = 99
+
+
+class Stage:
+    """One server of plain objects: a batch generator, and the steps of a request through the seams."""
+
+    def __init__(
+        self, *, block: int = 4, whole_states: bool = False, draft: Any = None
+    ):
+        stats = SimpleNamespace(disk_hits=0, memory_skips=0, evictions=0)
+        self.manager = SimpleNamespace(
+            stats=stats, block_size=block, exact_cache_min_tokens=3
+        )
+        apc = SimpleNamespace(manager=self.manager, is_checkpoint=whole_states)
+        self.batch_generator = type("BatchGenerator", (), {})()
+        self.batch_generator.apc = apc
+        self.batch_generator.draft_model = draft
+        self.batch_generator.draft_kind = "mtp" if draft is not None else None
+        self.tracker = Tracker(Ledger())
+        self.seams = Seams(self.tracker)
+        self.server = SimpleNamespace(
+            apc_manager=self.manager,
+            model_path="tiny",
+            _thread=threading.current_thread(),
+        )
+
+    def queue(self, uid: int, ids: list[int], tenant: str | None = None) -> Any:
+        request = SimpleNamespace(
+            request_id=f"r{uid}",
+            rqueue=object(),
+            prompt_tokens=len(ids),
+            args=SimpleNamespace(tenant_id=tenant, _cacheplus_endpoint="/chat"),
+        )
+        seams, state = self.seams, {"request_id": request.request_id}
+        seams.prefill_started(
+            lambda *a, **k: state, self.server, (request,), {"backend": "batch"}
+        )
+        seams.insert(lambda *a, **k: [uid], self.batch_generator, ([ids],), {})
+        return request
+
+    def look_up(self, uid: int, change: Any = None) -> None:
+        hit = lambda *a: change(self.manager.stats) if change else None  # noqa: E731
+        self.seams.look_up(hit, self.batch_generator, ((uid,),), {})
+
+    def prefill(self, *rows: tuple[int, int], salt: int = 0) -> Any:
+        """rows: (uid, restored)."""
+        flights = self.tracker.flights
+        batch = type("PromptProcessingBatch", (), {})()
+        batch.uids = [uid for uid, _ in rows]
+        batch._cached_tokens_per_row = [restored for _, restored in rows]
+        batch._suffix_lens = [flights[uid].prompt - n for uid, n in rows]
+        batch._apc_meta = [{"extra_hash": salt} for _ in rows]
+        batch._right_pad_per_row, batch._left_padding_per_row = None, [0] * len(rows)
+        batch._processed_prompt_columns = 0
+        self.seams.open_prompt_batch(lambda *a: None, batch, (), {})
+        return batch
+
+    def decode(self, prompt_batch: Any, ledgers: bool = True, limit: int = 8) -> Any:
+        rows = {}
+        for uid in prompt_batch.uids if ledgers else ():
+            ids = self.tracker.flights[uid].ids.tolist()
+            rows[uid] = SimpleNamespace(ids=ids, committed=0, reason=None)
+        uids = list(prompt_batch.uids)
+        batch = SimpleNamespace(
+            uids=uids,
+            output_rows=dict(rows),
+            max_tokens=[limit] * len(uids),
+            _num_tokens=[0] * len(uids),
+            stop_criteria=lambda token: token == STOP,
+        )
+        self.seams.finish_prompt_batch(lambda: batch, prompt_batch, (), {})
+        prompt_batch.uids = []
+        return batch
+
+    def step(self, batch: Any, *tokens: int) -> None:
+        self.seams.step(lambda _: (list(tokens), None))(batch)
+        for index, (uid, token) in enumerate(zip(batch.uids, tokens, strict=True)):
+            batch._num_tokens[index] += 1
+            if uid in batch.output_rows:
+                batch.output_rows[uid].ids.append(token)
+
+    def filter(self, batch: Any, keep: list[int], committed: bool = True) -> None:
+        def stock(keep: list[int]) -> None:
+            for index, uid in enumerate(batch.uids):
+                row = batch.output_rows.get(uid)
+                if index not in keep and row is not None:
+                    row.committed = len(row.ids) if committed else 0
+                    row.reason = None if committed else "layers disagree"
+            batch.uids = [batch.uids[index] for index in keep]
+
+        self.seams.filter(stock, batch, (keep,), {})
+
+    def remove(self, uid: int, removed: bool = True) -> None:
+        self.seams.remove(lambda uid: removed, self.batch_generator, (uid,), {})
+
+    def cancel(self, uid: int) -> None:
+        self.seams.cancel(lambda uid: None, self.server, (uid,), {})
+
+    def run(
+        self, uid: int, ids: list[int], reply: list[int], restored: int = 0, **kw: Any
+    ) -> dict:
+        salt = kw.pop("salt", 0)
+        self.queue(uid, ids, kw.pop("tenant", None))
+        self.look_up(uid, kw.pop("lookup", None))
+        batch = self.decode(
+            self.prefill((uid, restored), salt=salt), kw.pop("ledgers", True)
+        )
+        for token in reply:
+            self.step(batch, token)
+        self.filter(batch, [], **kw)
+        return self.last()
+
+    def last(self) -> dict[str, Any]:
+        return self.tracker.ledger.last(1)[0]
+
+    def count(self) -> int:
+        return self.tracker.ledger.totals()["requests"]
+
+
+def test_a_turn_that_reads_only_what_is_new():
+    stage = Stage()
+    first = stage.run(0, [1, 2, 3, 4], [5, 6, STOP])
+    assert (first["prefilled"], first["new"], first["generated"]) == (4, 4, 3)
+    assert (first["finish"], first["committed"], first["source"]) == ("stop", 7, "none")
+    assert (first["id"], first["endpoint"], first["model"]) == ("r0", "/chat", "tiny")
+    second = stage.run(1, [1, 2, 3, 4, 5, 6, STOP, 7, 8], [9] * 8, restored=7)
+    assert (second["restored"], second["prefilled"], second["new"]) == (7, 2, 2)
+    assert (second["re_read"], second["common"], second["divergence"]) == (0, 7, None)
+    assert (second["finish"], second["source"]) == ("length", "ram")
+    assert second["shortfall"] is None
+    # The second request contains the first.
+    assert stage.tracker.history_size()["sequences"] == 1
+
+
+def test_the_place_of_divergence():
+    stage = Stage()
+    stage.run(0, [1, 2, 3, 4], [5, 6, STOP])
+    out = stage.run(1, [1, 2, 3, 4, 5, 8, 8], [STOP], restored=5)
+    assert (out["common"], out["divergence"], out["new"]) == (5, 5, 2)
+    assert stage.tracker.history_size()["sequences"] == 2
+
+
+def test_a_stop_token_at_the_limit_is_a_stop():
+    stage = Stage()
+    assert stage.run(0, [1, 2], [5] * 7 + [STOP])["finish"] == "stop"
+
+
+def test_a_prefix_from_disk():
+    stage = Stage()
+
+    def hit(stats: Any) -> None:
+        stats.disk_hits += 1
+
+    out = stage.run(0, [1, 2, 3, 4, 5], [STOP], restored=4, lookup=hit)
+    assert out["source"] == "disk"
+    # Restored tokens were seen in an earlier life of the server.
+    assert (out["new"], out["prefilled"]) == (1, 1)
+
+
+def test_without_ledgers_the_reply_is_known_and_only_the_prompt_is_kept():
+    stage = Stage()
+    first = stage.run(0, [1, 2, 3, 4, 5], [6, 7, STOP], ledgers=False)
+    assert (first["generated"], first["committed"]) == (3, 4)
+    assert first["reason"] == ONLY_PROMPT and first["finish"] == "stop"
+    second = stage.run(1, [1, 2, 3, 4, 5, 6, 7, STOP, 8], [STOP], restored=3)
+    assert (second["new"], second["prefilled"], second["re_read"]) == (1, 6, 5)
+    assert second["shortfall"] == {"tokens": 5, "reason": ONLY_PROMPT}
+
+
+def test_a_reply_that_could_not_be_kept_says_so_now_and_next_time():
+    stage = Stage(whole_states=True)
+    first = stage.run(0, [1, 2, 3, 4], [5, STOP], committed=False)
+    assert (first["committed"], first["reason"]) == (0, "layers disagree")
+    second = stage.run(1, [1, 2, 3, 4, 5, STOP, 6], [STOP], restored=3)
+    assert second["shortfall"]["reason"] == "layers disagree"
+
+
+def test_cancelled_in_the_queue():
+    stage = Stage()
+    stage.queue(0, [1, 2, 3])
+    stage.cancel(0)
+    stage.remove(0)
+    out = stage.last()
+    assert (out["finish"], out["prefilled"], out["new"]) == ("cancel", 0, 0)
+    assert (out["committed"], out["reason"]) == (0, NOT_READ)
+    assert stage.run(1, [1, 2, 3], [STOP])["new"] == 3
+
+
+def test_cancelled_while_its_prompt_is_read():
+    stage = Stage()
+    stage.queue(0, [1, 2, 3, 4, 5, 6])
+    batch = stage.prefill((0, 2))
+    batch._processed_prompt_columns = 3
+    stage.cancel(0)
+    stage.remove(0)
+    out = stage.last()
+    assert (out["finish"], out["prefilled"], out["restored"]) == ("cancel", 3, 2)
+    assert (out["new"], out["generated"]) == (3, 0)
+    # Only what was read counts as seen.
+    assert stage.run(1, [1, 2, 3, 4, 5, 6], [STOP])["new"] == 1
+
+
+def test_cancelled_while_it_writes():
+    stage = Stage()
+    for uid in (0, 1):
+        stage.queue(uid, [uid, 2, 3])
+    batch = stage.decode(stage.prefill((0, 0), (1, 0)))
+    stage.step(batch, 7, 8)
+    stage.cancel(1)
+    leave = lambda uid: stage.filter(batch, [0]) or True  # noqa: E731
+    stage.seams.remove(leave, stage.batch_generator, (1,), {})
+    out = stage.last()
+    assert (out["uid"], out["finish"], out["generated"]) == (1, "cancel", 1)
+    assert out["committed"] == 4 and stage.count() == 1
+
+
+def test_a_cancel_that_is_tried_again_leaves_no_record_yet():
+    stage = Stage()
+    stage.queue(0, [1, 2, 3])
+    stage.cancel(0)
+    stage.remove(0, removed=False)
+    assert stage.count() == 0
+    stage.remove(0)
+    assert stage.last()["finish"] == "cancel"
+
+
+def test_a_row_that_fails_by_itself():
+    stage = Stage()
+    stage.queue(0, [1, 2, 3])
+    batch = stage.decode(stage.prefill((0, 0)))
+    stage.step(batch, 7)
+    stage.remove(0, removed=False)
+    out = stage.last()
+    assert (out["finish"], out["error"], out["generated"]) == ("error", ROW_FAILED, 1)
+
+
+def test_an_error_that_ends_every_request():
+    stage = Stage()
+    requests = [stage.queue(uid, [uid, 2, 3]) for uid in (0, 1)]
+    queues = [request.rqueue for request in requests]
+    told: list[Any] = []
+    error = RuntimeError("out of memory")
+    stage.seams.notify_queues(
+        lambda *a: told.append(a), None, (queues, error, None), {}
+    )
+    assert stage.count() == 2 and stage.last()["error"] == "RuntimeError: out of memory"
+    assert told == [(queues, error, None)]
+
+
+def test_a_request_that_cannot_be_queued():
+    stage = Stage()
+
+    def refuse(*args: Any) -> None:
+        raise ValueError("bad grammar")
+
+    request = SimpleNamespace(request_id="r", prompt_tokens=5, args=None)
+    stage.seams.prefill_started(lambda *a, **k: {}, stage.server, (request,), {})
+    with pytest.raises(ValueError, match="bad grammar"):
+        stage.seams.insert(refuse, stage.batch_generator, ([[1]],), {})
+    out = stage.last()
+    assert (out["finish"], out["prompt"], out["prefilled"]) == ("error", 5, 0)
+    assert out["error"] == "ValueError: bad grammar"
+
+
+def test_rows_without_a_request_leave_no_record():
+    stage = Stage()
+    stage.seams.insert(lambda *a: [0], stage.batch_generator, ([[1, 2]],), {})
+    stage.decode(stage.prefill())
+    assert stage.count() == 0 and not stage.tracker.flights
+
+
+def test_a_row_that_is_read_twice_is_seen_once():
+    stage = Stage()
+    stage.queue(0, [1, 2, 3])
+    stage.prefill((0, 0))
+    stage.prefill((0, 0))
+    stage.tracker.history.check_invariants()
+    assert stage.tracker.history_size()["sequences"] == 1
+    assert stage.tracker.flights[0].match.length == 0
+
+
+class Drafter:
+    speculative_total_rounds = 10
+    speculative_total_accepted = 20.0
+    speculative_total_drafted = 40
+
+
+def test_with_a_draft_model_tokens_come_in_rounds():
+    draft = Drafter()
+    stage = Stage(draft=draft)
+    stage.queue(0, [1, 2, 3, 4])
+    batch = stage.decode(stage.prefill((0, 0)), ledgers=False)
+    rounds = [[(7, None)], [(8, None), (9, None), (STOP, "stop")]]
+
+    def emit(tokens: list[tuple[int, str | None]]) -> Any:
+        replies = [SimpleNamespace(uid=0, token=t, finish_reason=f) for t, f in tokens]
+        return stage.seams.speculative_next(lambda _: replies)(batch)
+
+    emit(rounds[0])
+    draft.speculative_total_rounds += 1
+    draft.speculative_total_accepted += 2
+    draft.speculative_total_drafted += 3
+    assert len(emit(rounds[1])) == 3
+    out = stage.last()
+    assert (out["generated"], out["finish"]) == (4, "stop")
+    assert (out["committed"], out["reason"]) == (4, ONLY_PROMPT_DRAFT)
+    drafter = out["drafter"]
+    assert (drafter["loaded"], drafter["kind"]) == (True, "mtp")
+    assert (drafter["restored"], drafter["reason"]) == (False, DRAFT_STATE)
+    counts = (drafter["rounds"], drafter["drafted"], drafter["accepted"])
+    assert counts == (1, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        ({"tenant": "b"}, reasons.OTHER_TENANT),
+        ({"salt": 5}, reasons.OTHER_MEDIA),
+        ({"skips": 1}, reasons.NO_MEMORY),
+        ({"evicted": 1}, reasons.DROPPED),
+        ({"media": True}, reasons.MEDIA_FOLLOWS),
+        ({"off": "no manager"}, "the prefix cache is off"),
+        ({"off": "layers"}, "this model's layers cannot be restored"),
+        ({}, reasons.NOT_KEPT),
+    ],
+)
+def test_the_reason_of_a_shortfall(prepare, reason):
+    stage = Stage()
+    stage.run(0, [1, 2, 3, 4, 5, 6, 7, 8], [STOP])
+    if "off" in prepare:
+        stage.batch_generator.apc = None
+        if prepare["off"] == "no manager":
+            stage.server.apc_manager = None
+    if "media" in prepare:
+        stage.batch_generator._apc_suffix_is_text_only = lambda ids, length: False
+    stage.manager.stats.evictions += prepare.get("evicted", 0)
+
+    def lookup(stats: Any) -> None:
+        stats.memory_skips += prepare.get("skips", 0)
+
+    out = stage.run(
+        1,
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        [STOP],
+        tenant=prepare.get("tenant"),
+        salt=prepare.get("salt", 0),
+        lookup=lookup,
+    )
+    assert out["shortfall"] == {"tokens": 8, "reason": reason}
+
+
+def test_a_prefix_below_the_minimum():
+    stage = Stage(whole_states=True)
+    stage.run(0, [1, 2], [STOP])
+    out = stage.run(1, [1, 2, 3, 4], [STOP])
+    assert out["shortfall"]["reason"] == "below the minimum of 3 tokens"
+
+
+def test_an_earlier_request_that_has_not_ended():
+    stage = Stage()
+    stage.queue(2, [4, 5, 6, 7, 8, 9])
+    stage.prefill((2, 0))
+    out = stage.run(3, [4, 5, 6, 7, 8, 9], [STOP])
+    assert out["shortfall"]["reason"] == reasons.STILL_RUNNING
+
+
+def test_a_whole_block_may_be_missing_and_a_repeat_computes_one_token():
+    stage = Stage(block=4)
+    stage.run(0, [1, 2, 3, 4, 5, 6, 7, 8], [STOP])
+    out = stage.run(1, [1, 2, 3, 4, 5, 6, 7, 8], [STOP], restored=4)
+    assert out["shortfall"] is None and (out["new"], out["re_read"]) == (0, 4)
+
+
+def test_a_fault_in_the_record_never_reaches_the_request(monkeypatch, caplog):
+    stage = Stage()
+    monkeypatch.setattr(stage.tracker, "insert", lambda *a: 1 / 0)
+    stage.queue(0, [1, 2, 3])
+    assert stage.count() == 0
+
+
+def test_threads_do_not_meet():
+    stage = Stage()
+    stage.queue(0, [1, 2, 3])
+    other = threading.Thread(target=lambda: stage.run(0, [4, 5], [STOP]))
+    other.start()
+    other.join()
+    assert stage.last()["prompt"] == 2
+    assert stage.tracker.flights[0].prompt == 3
