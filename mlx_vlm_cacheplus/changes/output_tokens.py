@@ -47,7 +47,9 @@ class OutputTokens(Change):
             return wrapper
 
         def step(original: Any) -> Any:
-            return lambda self: core.step_recorded(self, functools.partial(original, self))
+            return lambda self: core.step_recorded(
+                self, functools.partial(original, self)
+            )
 
         def filter_rows(original: Any) -> Any:
             def wrapper(self: Any, keep: Any) -> None:
@@ -82,9 +84,15 @@ def _apply_to_storage(patcher: Any) -> None:
     from ..core import superseded_states as core
 
     def store(original: Any) -> Any:
-        def wrapper(self: Any, token_ids: Any, prompt_cache: Any, *, extra_hash: int = 0) -> bool:
-            inner = functools.partial(original, self, token_ids, prompt_cache, extra_hash=extra_hash)
-            return core.store_superseding(self, token_ids, prompt_cache, extra_hash, inner)
+        def wrapper(
+            self: Any, token_ids: Any, prompt_cache: Any, *, extra_hash: int = 0
+        ) -> bool:
+            inner = functools.partial(
+                original, self, token_ids, prompt_cache, extra_hash=extra_hash
+            )
+            return core.store_superseding(
+                self, token_ids, prompt_cache, extra_hash, inner
+            )
 
         return wrapper
 

@@ -12,7 +12,9 @@ SERVER = "mlx_vlm.server.generation"
 
 class ReplyIds(Change):
     name = "reply-ids"
-    summary = "A reply that comes back as text is read with the ids that the model chose"
+    summary = (
+        "A reply that comes back as text is read with the ids that the model chose"
+    )
     targets = (
         Target("mlx_vlm.generate.ar", "GenerationBatch.filter"),
         Target(SERVER, "ResponseGenerator._preprocess_request"),
@@ -22,7 +24,9 @@ class ReplyIds(Change):
         "One differing id ends the reuse of everything behind it."
     )
     upstream = "no issue yet; the same fault in https://github.com/waybarrios/vllm-mlx and others (retokenization)"
-    remove_when = "the server accepts a reply's ids beside its text, and clients send them"
+    remove_when = (
+        "the server accepts a reply's ids beside its text, and clients send them"
+    )
     requires = ("output-tokens",)
     marks = ("mlx_vlm.server.reply_ids:respell_inputs",)
 
@@ -40,15 +44,26 @@ class ReplyIds(Change):
         def preprocess(original: Any) -> Any:
             @functools.wraps(original)
             def wrapper(
-                self: Any, prompt: Any, images: Any = None, audio: Any = None, videos: Any = None, **kwargs: Any
+                self: Any,
+                prompt: Any,
+                images: Any = None,
+                audio: Any = None,
+                videos: Any = None,
+                **kwargs: Any,
             ) -> dict:
                 raw_inputs = original(self, prompt, images, audio, videos, **kwargs)
-                return core.respell_inputs(self, prompt, raw_inputs, (images, audio, videos))
+                return core.respell_inputs(
+                    self, prompt, raw_inputs, (images, audio, videos)
+                )
 
             return wrapper
 
-        patcher.replace_method("mlx_vlm.generate.ar", "GenerationBatch.filter", filter_rows)
-        patcher.replace_method(SERVER, "ResponseGenerator._preprocess_request", preprocess)
+        patcher.replace_method(
+            "mlx_vlm.generate.ar", "GenerationBatch.filter", filter_rows
+        )
+        patcher.replace_method(
+            SERVER, "ResponseGenerator._preprocess_request", preprocess
+        )
 
 
 CHANGE = ReplyIds()

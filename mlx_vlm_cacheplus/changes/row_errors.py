@@ -29,20 +29,28 @@ class RowErrors(Change):
         "bad picture, grammar or prompt ends the replies of all agents on the server."
     )
     upstream = "no issue yet; seen with https://github.com/Blaizzy/mlx-vlm/issues/2033"
-    remove_when = "the server's generation loop reports an exception to the rows that caused it"
+    remove_when = (
+        "the server's generation loop reports an exception to the rows that caused it"
+    )
     marks = ("mlx_vlm.generate.row_errors:next_isolated",)
 
     def apply(self, patcher: Any) -> None:
         from ..core import row_errors as core
 
         def decode(original: Any) -> Any:
-            return lambda self: core.decode_recorded(self, functools.partial(original, self))
+            return lambda self: core.decode_recorded(
+                self, functools.partial(original, self)
+            )
 
         def extend(original: Any) -> Any:
-            return lambda self, other: core.extend_recorded(self, functools.partial(original, self, other))
+            return lambda self, other: core.extend_recorded(
+                self, functools.partial(original, self, other)
+            )
 
         def advance(original: Any) -> Any:
-            return lambda self, **kwargs: core.next_isolated(self, functools.partial(original, self, **kwargs))
+            return lambda self, **kwargs: core.next_isolated(
+                self, functools.partial(original, self, **kwargs)
+            )
 
         patcher.replace_method(AR, "GenerationBatch.next", decode)
         patcher.replace_method(AR, "SpeculativeGenerationBatch.next", decode)
@@ -53,7 +61,9 @@ class RowErrors(Change):
 
 def _apply_to_server(patcher: Any, core: Any) -> None:
     def step(original: Any) -> Any:
-        def wrapper(self: Any, batch_gen: Any, active: Any, gen_kwargs: Any = None) -> None:
+        def wrapper(
+            self: Any, batch_gen: Any, active: Any, gen_kwargs: Any = None
+        ) -> None:
             inner = functools.partial(original, self, batch_gen, active, gen_kwargs)
             core.step_and_fail_rows(self, batch_gen, active, inner)
 
@@ -61,7 +71,9 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
     def embed(original: Any) -> Any:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return core.embed_row(self, functools.partial(original, self, *args, **kwargs))
+            return core.embed_row(
+                self, functools.partial(original, self, *args, **kwargs)
+            )
 
         return wrapper
 
@@ -73,13 +85,17 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
     def text(original: Any) -> Any:
         def wrapper(self: Any, info: Any, *args: Any) -> Any:
-            return core.stream_text(self, info, functools.partial(original, self, info, *args))
+            return core.stream_text(
+                self, info, functools.partial(original, self, info, *args)
+            )
 
         return wrapper
 
     patcher.replace_method(SERVER, "ResponseGenerator._step", step)
     patcher.replace_method(SERVER, "ResponseGenerator._gpu_embed", embed)
-    patcher.replace_method(SERVER, "ResponseGenerator._make_logits_processors", processors)
+    patcher.replace_method(
+        SERVER, "ResponseGenerator._make_logits_processors", processors
+    )
     patcher.replace_method(SERVER, "ResponseGenerator._stream_text", text)
 
 

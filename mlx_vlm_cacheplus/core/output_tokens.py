@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -46,14 +47,14 @@ class OutputRow:
     """
 
     coordinator: Any
-    ids: List[int]
+    ids: list[int]
     prompt_len: int
     extra_hash: int
     committed: int = 0
-    reason: Optional[str] = None
+    reason: str | None = None
 
 
-def open_rows(prompt_batch: Any) -> Dict[int, OutputRow]:
+def open_rows(prompt_batch: Any) -> dict[int, OutputRow]:
     """Ledgers for the rows of a prompt batch that is about to start decoding.
 
     Call before ``PromptProcessingBatch.generate`` hands its rows over.  Rows without
@@ -69,12 +70,14 @@ def open_rows(prompt_batch: Any) -> Dict[int, OutputRow]:
             prompt_len=len(meta["full_input_ids"]),
             extra_hash=meta.get("extra_hash", 0),
         )
-        for uid, meta in zip(prompt_batch.uids, prompt_batch._apc_meta or ())
+        for uid, meta in zip(
+            prompt_batch.uids, prompt_batch._apc_meta or (), strict=False
+        )
         if meta is not None
     }
 
 
-def attach_rows(batch: Any, rows: Dict[int, OutputRow]) -> None:
+def attach_rows(batch: Any, rows: dict[int, OutputRow]) -> None:
     """Hand the ledgers to the batch that decodes the rows; it owns them from here."""
     if not getattr(batch, "is_speculative", False):
         batch.output_rows = rows
@@ -87,7 +90,7 @@ def merge_rows(batch: Any, other: Any) -> None:
         batch.output_rows = joined
 
 
-def rows_of(batch: Any) -> Dict[int, OutputRow]:
+def rows_of(batch: Any) -> dict[int, OutputRow]:
     """The ledgers of a batch by uid; empty for a batch that keeps none."""
     return getattr(batch, "output_rows", None) or {}
 
@@ -105,7 +108,7 @@ def step_recorded(batch: Any, step: Callable[[], tuple]) -> tuple:
         rows.clear()
         raise
     if rows:
-        for uid, token in zip(batch.uids, result[0]):
+        for uid, token in zip(batch.uids, result[0], strict=False):
             row = rows.get(uid)
             if row is not None:
                 row.ids.append(token)
@@ -178,9 +181,7 @@ def commit_row(row: OutputRow, prompt_cache: Sequence[Any], index: int) -> None:
         logger.warning("Reply not kept in the prefix cache: %s", row.reason)
 
 
-def length_fault(
-    prompt_cache: Sequence[Any], index: int, expected: int
-) -> Optional[str]:
+def length_fault(prompt_cache: Sequence[Any], index: int, expected: int) -> str | None:
     """Say which layer of a row does not hold ``expected`` tokens, or None.
 
     Layers that do not know their length (recurrent states) cannot object, nor can
@@ -197,7 +198,7 @@ def length_fault(
 
 def _lengths(entry: Any, index: int) -> Iterator[int]:
     """Lengths that a layer's cache entry states for one row, in tokens."""
-    children: Tuple[Any, ...] = (
+    children: tuple[Any, ...] = (
         entry if isinstance(entry, tuple) else tuple(getattr(entry, "caches", ()))
     )
     for child in children:

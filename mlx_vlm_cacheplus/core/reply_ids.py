@@ -17,8 +17,9 @@ import hashlib
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, List, Optional, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -33,7 +34,7 @@ class _Reply:
     prompt_text: str
     ids: Sequence[int]
     prompt_len: int
-    reply_text: Optional[str] = field(default=None)
+    reply_text: str | None = field(default=None)
 
 
 class ReplyIds:
@@ -46,8 +47,8 @@ class ReplyIds:
     def __init__(self, capacity: int = CAPACITY):
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._prompts: "OrderedDict[bytes, str]" = OrderedDict()
-        self._replies: "OrderedDict[bytes, _Reply]" = OrderedDict()
+        self._prompts: OrderedDict[bytes, str] = OrderedDict()
+        self._replies: OrderedDict[bytes, _Reply] = OrderedDict()
 
     def note_prompt(self, text: str, ids: Sequence[int]) -> None:
         """Remember which text a prompt's ids came from."""
@@ -63,7 +64,7 @@ class ReplyIds:
 
     def spell(
         self, text: str, ids: Sequence[int], tokenizer: Any, stop_ids: Sequence[int]
-    ) -> List[int]:
+    ) -> list[int]:
         """Respell ``ids``, the tokenization of ``text``, with the ids of a known reply.
 
         Args:
@@ -102,7 +103,7 @@ def reply_ids_of(manager: Any) -> ReplyIds:
     return store
 
 
-def ending_rows(batch: Any, keep: Sequence[int]) -> List[Any]:
+def ending_rows(batch: Any, keep: Sequence[int]) -> list[Any]:
     """Ledgers of the rows that ``GenerationBatch.filter`` is about to drop."""
     rows = getattr(batch, "output_rows", None) or {}
     staying = set(keep)
@@ -158,10 +159,10 @@ def respell_inputs(
 def _spell_with(
     reply: _Reply,
     text: str,
-    ids: List[int],
+    ids: list[int],
     tokenizer: Any,
     stop_ids: Sequence[int],
-) -> Optional[List[int]]:
+) -> list[int] | None:
     emitted = list(reply.ids[reply.prompt_len :])
     if emitted and emitted[-1] in stop_ids:
         stop_ids = [emitted.pop(), *stop_ids]
@@ -189,7 +190,7 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     )
 
 
-def _after_nth(ids: List[int], wanted: int, skip: int) -> List[int]:
+def _after_nth(ids: list[int], wanted: int, skip: int) -> list[int]:
     """Ids behind occurrence number ``skip`` (from 0) of ``wanted``."""
     place = -1
     for _ in range(skip + 1):

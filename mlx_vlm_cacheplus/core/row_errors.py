@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -41,7 +42,7 @@ class FailedInputs:
 class GuardedProcessor:
     """A logits processor that reports what it raises and passes the logits on."""
 
-    def __init__(self, processor: Any, faults: List[Tuple[Any, Exception]]):
+    def __init__(self, processor: Any, faults: list[tuple[Any, Exception]]):
         self._processor = processor
         self._faults = faults
         if hasattr(processor, "process_last_token"):
@@ -63,7 +64,7 @@ class GuardedProcessor:
             return logits
 
 
-def faults_of(server: Any) -> List[Tuple[Any, Exception]]:
+def faults_of(server: Any) -> list[tuple[Any, Exception]]:
     """Faults met since the last step: (uid, guarded processor or row info; error)."""
     faults = server.__dict__.get("row_faults")
     if faults is None:
@@ -80,12 +81,12 @@ def embed_row(server: Any, embed: Callable[[], tuple]) -> tuple:
         return FailedInputs(error), {}
 
 
-def guard_processors(server: Any, processors: List[Any]) -> List[Any]:
+def guard_processors(server: Any, processors: list[Any]) -> list[Any]:
     """Guard the logits processors of one row."""
     return [GuardedProcessor(p, faults_of(server)) for p in processors]
 
 
-def stream_text(server: Any, info: Dict[str, Any], advance: Callable[[], str]) -> str:
+def stream_text(server: Any, info: dict[str, Any], advance: Callable[[], str]) -> str:
     """Turn one token into text; a detokenizer's error stays with its row."""
     try:
         return advance()
@@ -95,7 +96,7 @@ def stream_text(server: Any, info: Dict[str, Any], advance: Callable[[], str]) -
 
 
 def step_and_fail_rows(
-    server: Any, batch_gen: Any, active: Dict[int, Dict], step: Callable[[], Any]
+    server: Any, batch_gen: Any, active: dict[int, dict], step: Callable[[], Any]
 ) -> None:
     """Run one server step, then fail the rows that met an error of their own.
 
@@ -166,7 +167,7 @@ def next_isolated(batch_gen: Any, advance: Callable[[], tuple]) -> tuple:
         return [], decoding.undelivered
 
 
-def _advance_alone(batch_gen: Any, advance: Callable, queued: List[tuple]) -> tuple:
+def _advance_alone(batch_gen: Any, advance: Callable, queued: list[tuple]) -> tuple:
     """Admit a row that is tried again by itself; remember the rows that go together."""
     alone = getattr(batch_gen, "rows_alone", None)
     together = batch_gen.prefill_batch_size
@@ -179,14 +180,14 @@ def _advance_alone(batch_gen: Any, advance: Callable, queued: List[tuple]) -> tu
         admitted = queued[: batch_gen.prefill_batch_size]
         batch_gen.prefill_batch_size = together
         prompt_batch = batch_gen._prompt_batch
-        if prompt_batch is not None and prompt_batch is not before:
-            if len(admitted) > 1:
-                prompt_batch.admitted_sequences = admitted
+        is_new = prompt_batch is not None and prompt_batch is not before
+        if is_new and len(admitted) > 1:
+            prompt_batch.admitted_sequences = admitted
     return result
 
 
 def _settle_prefill(
-    batch_gen: Any, queued: List[tuple], faults: List, error: Exception
+    batch_gen: Any, queued: list[tuple], faults: list, error: Exception
 ) -> None:
     """Try rows that were prefilled together one by one; fail a row that was alone."""
     sequences = _take_prefilled(batch_gen, queued)
@@ -201,7 +202,7 @@ def _settle_prefill(
         faults.extend((s[0], error) for s in sequences)
 
 
-def _take_prefilled(batch_gen: Any, queued: List[tuple]) -> List[tuple]:
+def _take_prefilled(batch_gen: Any, queued: list[tuple]) -> list[tuple]:
     """Remove the rows whose prefill raised; a row known by uid alone is ``(uid,)``."""
     prompt_batch = batch_gen._prompt_batch
     if prompt_batch is None:
@@ -212,13 +213,13 @@ def _take_prefilled(batch_gen: Any, queued: List[tuple]) -> List[tuple]:
     batch_gen._prompt_batch = None
     prompt_batch._release_apc_meta_blocks()
     uids = prompt_batch._prompt_uids
-    sequences: Optional[List[tuple]] = getattr(prompt_batch, "admitted_sequences", None)
+    sequences: list[tuple] | None = getattr(prompt_batch, "admitted_sequences", None)
     if sequences is None:
         return [(uid,) for uid in uids]
     return [s for s in sequences if s[0] in uids]
 
 
-def _fail_decoding(batch_gen: Any, faults: List, error: Exception) -> None:
+def _fail_decoding(batch_gen: Any, faults: list, error: Exception) -> None:
     """Fail the rows of a decode batch whose step raised, and start an empty one."""
     from mlx_vlm.generate.ar import GenerationBatch
 
@@ -235,14 +236,14 @@ def _fail_decoding(batch_gen: Any, faults: List, error: Exception) -> None:
     mx.clear_cache()
 
 
-def _uid_of(owner: Any, batch_gen: Any, active: Dict[int, Dict]) -> Optional[int]:
+def _uid_of(owner: Any, batch_gen: Any, active: dict[int, dict]) -> int | None:
     if isinstance(owner, int):
         return owner
     if isinstance(owner, dict):
         return next((uid for uid, info in active.items() if info is owner), None)
     for batch in (batch_gen._generation_batch, batch_gen._prompt_batch):
         rows = getattr(batch, "logits_processors", None) or []
-        for uid, processors in zip(getattr(batch, "uids", ()), rows):
+        for uid, processors in zip(getattr(batch, "uids", ()), rows, strict=False):
             if any(p is owner for p in processors or ()):
                 return uid
     return None

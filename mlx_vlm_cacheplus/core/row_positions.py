@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -38,8 +39,8 @@ def keeps_positions_on_model(language_model: Any) -> bool:
 
 
 def with_row_positions(
-    model: Any, token_ids: Sequence[int], prompt_kwargs: Optional[Dict[str, Any]]
-) -> Optional[Dict[str, Any]]:
+    model: Any, token_ids: Sequence[int], prompt_kwargs: dict[str, Any] | None
+) -> dict[str, Any] | None:
     """Return the prompt kwargs of one row, completed with that row's positions.
 
     Args:
@@ -73,8 +74,8 @@ def with_row_positions(
 
 
 def with_positions_for_rows(
-    model: Any, sequences: List[tuple], uids: Sequence[int]
-) -> List[tuple]:
+    model: Any, sequences: list[tuple], uids: Sequence[int]
+) -> list[tuple]:
     """Complete the queued sequences named by ``uids``; the others pass unchanged.
 
     A sequence is the generator's queue entry: ``(uid, token_ids, max_tokens,
@@ -103,7 +104,7 @@ def seat_batch_positions(batch: Any) -> None:
         language_model._rope_deltas = rope_deltas
 
 
-def _take_parked(language_model: Any, length: int) -> Optional[Tuple[Any, Any]]:
+def _take_parked(language_model: Any, length: int) -> tuple[Any, Any] | None:
     """Positions that the embedding step left on the model for the row just embedded.
 
     They are taken away, so that no later row can mistake them for its own.
@@ -121,8 +122,8 @@ def _take_parked(language_model: Any, length: int) -> Optional[Tuple[Any, Any]]:
 
 
 def _compute(
-    language_model: Any, token_ids: Sequence[int], prompt_kwargs: Dict[str, Any]
-) -> Optional[Tuple[Any, Any]]:
+    language_model: Any, token_ids: Sequence[int], prompt_kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
     """Ask the model for the positions of the whole prompt, media grids included."""
     try:
         return language_model.get_rope_index(

@@ -12,13 +12,14 @@ spare a rewritten reply still finds the state at the end of its prompt.
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Sequence, Tuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 # The final state of a prompt and one on the stride below it.
 CAPTURES_PER_PROMPT = 2
 
 
-def bounded_captures(lengths: List[int]) -> List[int]:
+def bounded_captures(lengths: list[int]) -> list[int]:
     """Keep the deepest captures that one prompt plans, in tokens.
 
     The table's size is also the number of captures that stock plans for one prompt,
@@ -82,7 +83,7 @@ def make_room_for_successor(
     return dropped
 
 
-def _superseded(table: Any, ids: Tuple[int, ...], extra_hash: int) -> List[Any]:
+def _superseded(table: Any, ids: tuple[int, ...], extra_hash: int) -> list[Any]:
     """Keys of the states that are a proper prefix of ``ids``, the shortest first."""
     prefixes = [
         (len(entry.token_ids), key)

@@ -191,7 +191,7 @@ class Recorder:
             if record is not None:
                 record.prompt_ids = input_ids.reshape(-1).tolist()
                 if record.script is not None:
-                    eos = min(generator.stop_tokens)
+                    eos = generator.tokenizer.eos_token_id
                     out = [*out, Puppet(record.script, record.then, eos)]
             return out
 
