@@ -49,7 +49,14 @@ APC_NUMBERS = ("APC_DISK_MIN_FREE_RAM_GB",)
 
 
 class UsageError(ValueError):
-    """One line that names the thing and the remedy; the doors print it and leave with code 2."""
+    """One line that names the thing and the remedy; the doors print it and leave with code 2.
+
+    It quotes what the user gave, so that line breaks and terminal codes are written out.
+    """
+
+    def __init__(self, message: str) -> None:
+        characters = (c if c.isprintable() else ascii(c)[1:-1] for c in message)
+        super().__init__("".join(characters))
 
 
 @dataclass(frozen=True)
@@ -117,11 +124,12 @@ def add_options(
         f"named ones. Turns the prefix cache on. Maps to {ENV}, where 0 always wins.",
     )
     for option in options:
+        text = f"{option.help} Maps to {option.env}."
         parser.add_argument(
             option.flag,
             default=None,
             metavar=option.metavar,
-            help=f"{option.help} Maps to {option.env}.",
+            help=text.replace("%", "%%"),
         )
 
 

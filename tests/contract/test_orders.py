@@ -64,7 +64,7 @@ def test_every_order_of_up_to_three_steps_is_there():
 def run_orders(stock, orders):
     """Each order in a child of one interpreter: a fork costs less than a start, and shares nothing afterwards."""
     text = "import os, sys, traceback\n" + PRELUDE
-    for number, order in enumerate(orders):
+    for order in orders:
         body = "\n".join(CODE[step] for step in order)
         body += EPILOGUE.replace("{active}", str(is_active(order)))
         text += (

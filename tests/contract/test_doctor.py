@@ -1,0 +1,167 @@
+"""doctor and patches: the same facts as a start, without one."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from mlx_vlm_cacheplus import _startup, cli
+from mlx_vlm_cacheplus.commands import doctor
+
+from .stock import Stock, run_python
+
+DOCTOR = ("-m", "mlx_vlm_cacheplus.cli", "doctor", "--json", "--port", "0")
+
+
+def ask(stock: Stock, code: int = 0, **environ: str) -> dict:
+    result = stock.python(*DOCTOR, **environ)
+    assert result.returncode == code, (result.stdout, result.stderr)
+    return json.loads(result.stdout)
+
+
+def states(document: dict) -> dict[str, str]:
+    return {row["name"]: row["state"] for row in document["changes"]}
+
+
+def check(document: dict, name: str) -> dict:
+    return next(row for row in document["checks"] if row["name"] == name)
+
+
+def test_healthy(stock):
+    document = ask(stock)
+    assert document["healthy"] is True and document["mlx_vlm"] == "0.7.10"
+    assert states(document) == {"fast": "ready", "second": "ready", "promise": "ready"}
+    assert {row["level"] for row in document["checks"]} == {"ok"}
+    assert check(document, "mlx")["detail"].split(" on ")[1].startswith("Device(")
+
+
+def test_selection_of_the_variable(stock):
+    document = ask(stock, MLX_VLM_CACHEPLUS="promise")
+    assert states(document) == {"fast": "off", "second": "off", "promise": "ready"}
+    document = ask(stock, MLX_VLM_CACHEPLUS="0")
+    assert set(states(document).values()) == {"off"}
+    assert "wins over the flag" in check(document, "selection")["detail"]
+
+
+@pytest.mark.parametrize(
+    "environ, name",
+    [
+        ({"MLX_VLM_CACHEPLUS": "nope"}, "selection"),
+        ({"APC_ENABLED": "0"}, "prefix cache"),
+        ({"APC_BLOCK_SIZE": "x"}, "prefix cache"),
+    ],
+)
+def test_conflicting_settings_are_problems(stock, environ, name):
+    assert check(ask(stock, code=1, **environ), name)["level"] == "problem"
+
+
+def test_drift_and_what_hangs_on_it(stock):
+    stock.edit("generate/ar.py", 'return ["stock", keep]', "return keep")
+    document = ask(stock, code=1)
+    assert states(document) == {
+        "fast": "drifted",
+        "second": "drifted",
+        "promise": "ready",
+    }
+    row = document["changes"][0]
+    assert "GenerationBatch.filter in mlx_vlm/generate/ar.py differs" in row["reason"]
+    assert "fingerprint refresh" in row["remedy"]
+
+
+def test_unknown_version(stock):
+    stock.edit("version.py", "0.7.10", "0.7.12")
+    document = ask(stock, code=1)
+    assert set(states(document).values()) == {"unknown_version"}
+    assert check(document, "mlx-vlm")["level"] == "problem"
+
+
+def test_advice_of_plugins(stock):
+    site = stock.folder / "sitecustomize.py"
+    adviser = (
+        "class Adviser:\n    @hookspecs.hookimpl\n    def cacheplus_doctor_advice(self, report):\n"
+        "        return [f'seen {len(report.findings)} changes']\nplugins.manager().register(Adviser())\n"
+    )
+    site.write_text(site.read_text() + adviser)
+    assert ask(stock)["advice"] == ["seen 3 changes"]
+
+
+def test_text_says_the_same(stock):
+    stock.edit("version.py", "0.7.10", "0.7.12")
+    result = stock.python("-m", "mlx_vlm_cacheplus.cli", "doctor", "--port", "0")
+    assert result.returncode == 1
+    assert "PROBLEM fast: unknown_version" in result.stdout
+    assert "-> mlx-vlm 0.7.12 is not known" in result.stdout
+
+
+def test_nothing_of_the_stock_is_imported():
+    code = (
+        "import sys; from mlx_vlm_cacheplus.cli import main; main(['doctor', '--port', '0'])\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_vlm')])"
+    )
+    assert run_python("-c", code).stdout.endswith("[]\n")
+
+
+def test_real_stock_is_ready():
+    document = json.loads(run_python(*DOCTOR).stdout)
+    assert set(states(document).values()) <= {"ready", "already_upstream"}, document
+
+
+def test_port_that_is_taken_is_a_note():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = doctor._check_port(other.getsockname()[1])
+    assert taken.level == "note" and "--port" in taken.advice
+    assert doctor._check_port(99999).level == "note"
+
+
+def test_missing_stock_and_missing_mlx(monkeypatch, capsys):
+    import importlib.metadata
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["doctor", "--port", "0"]) == 1
+    text = capsys.readouterr().out
+    assert "PROBLEM mlx-vlm: not found" in text and "PROBLEM mlx: not installed" in text
+
+
+def test_startup_file_that_was_not_read(monkeypatch):
+    monkeypatch.setattr(_startup, "ran", False)
+    found = doctor._check_startup_file()
+    assert found.level == "problem" and "mlx-vlm-cacheplus serve" in found.advice
+
+
+def test_patches_lists_every_change(capsys):
+    from mlx_vlm_cacheplus.changes import ORDER
+
+    assert cli.main(["patches", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert tuple(row["name"] for row in rows) == ORDER
+    assert cli.main(["patches"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ORDER)
+    assert cli.main(["patches", ORDER[0]]) == 0
+    assert "remove_when: " in capsys.readouterr().out
+    assert cli.main(["patches", "nope"]) == 2
+
+
+def test_command_line_help(capsys):
+    for words in (
+        ["--help"],
+        ["doctor", "--help"],
+        ["replay", "--help"],
+        ["patches", "-h"],
+    ):
+        with pytest.raises(SystemExit) as leaving:
+            cli.main(words)
+        assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in cli.COMMANDS)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main([])
+    assert leaving.value.code == 2

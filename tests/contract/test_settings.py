@@ -1,0 +1,138 @@
+"""Reading what the user said, without a process: names, numbers, and no traceback for any text."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_vlm_cacheplus import settings
+from mlx_vlm_cacheplus.change import Change, Option
+from mlx_vlm_cacheplus.settings import UsageError, read_selection
+
+VARIABLE = "MLX_VLM_CACHEPLUS"
+
+
+def change(name: str, *requires: str) -> Change:
+    made = Change()
+    made.name, made.requires = name, requires
+    return made
+
+
+@pytest.mark.parametrize("text", ["0", "off", "No", "FALSE"])
+def test_off(text):
+    assert not read_selection(["--cacheplus=a"], {VARIABLE: text}, ["b"]).on
+
+
+@pytest.mark.parametrize("text", ["1", "on", "Yes", "TRUE", "all"])
+def test_all(text):
+    assert read_selection([], {VARIABLE: text}).names is None
+
+
+def test_names_are_kept_in_order_and_once():
+    assert read_selection(["--cacheplus=b, a,b,"], {}).names == ("b", "a")
+    assert read_selection(["--cacheplus", "b", "--port", "1"], {}).names == ("b",)
+    assert read_selection(["--cacheplus", "--port", "1"], {}).names is None
+    assert read_selection(["--cacheplus=a", "--cacheplus=b"], {}).names == ("b",)
+    assert read_selection([], {VARIABLE: " "}) == settings.Selection(False)
+
+
+def test_code_wins_over_flag_and_variable():
+    assert read_selection(["--cacheplus=a"], {VARIABLE: "c"}, ["b"]).names == ("b",)
+    assert read_selection([], {}, "b").names == ("b",)
+
+
+@given(st.text(max_size=40))
+def test_every_text_is_a_selection_or_one_line(text):
+    try:
+        chosen = read_selection([f"--cacheplus={text}"], {})
+        if chosen.on:
+            settings.choose_changes(chosen, [change("fast")])
+    except UsageError as problem:
+        assert len(str(problem).splitlines()) == 1 and str(problem).isprintable()
+
+
+@given(st.text(max_size=20))
+def test_every_text_is_a_setting_or_an_error(text):
+    for name in (
+        *settings.APC_INTEGERS,
+        *settings.APC_NUMBERS_OR_EMPTY,
+        "APC_ENABLED",
+        "APC_DISK_ENABLED",
+    ):
+        try:
+            settings.check_prefix_cache({name: text}, "--cacheplus")
+        except UsageError as problem:
+            assert name in str(problem)
+
+
+def test_what_stock_takes_is_taken():
+    taken = {
+        "APC_ENABLED": "TRUE",
+        "APC_DISK_ENABLED": "no",
+        "APC_BLOCK_SIZE": " 32 ",
+        "APC_CHECKPOINT_ENTRIES": "0",
+        "APC_DISK_MAX_GB": "",
+        "APC_MEMORY_MAX_GB": "1.5",
+        "APC_DISK_PATH": "",
+        "APC_SOMETHING_NEW": "x",
+    }
+    settings.check_prefix_cache(taken, "--cacheplus")
+
+
+def test_requirements_come_along_in_the_order_of_the_changes():
+    changes = [change("a"), change("b", "a"), change("c", "b", "gone"), change("d")]
+    chosen = settings.choose_changes(settings.Selection(True, ("d", "c")), changes)
+    assert [c.name for c in chosen] == ["a", "b", "c", "d"]
+    assert settings.choose_changes(settings.Selection(True), changes) == changes
+
+
+def test_unknown_name_with_nothing_known():
+    with pytest.raises(UsageError, match="known: none"):
+        settings.choose_changes(settings.Selection(True, ("a",), "--cacheplus=a"), [])
+
+
+def test_defaults_do_not_touch_what_is_set():
+    made = change("a")
+    made.env_defaults = {"APC_CHECKPOINT_ENTRIES": "8"}
+    assert settings.prefix_cache_defaults([made]) == {
+        "APC_ENABLED": "1",
+        "APC_CHECKPOINT_ENTRIES": "8",
+    }
+
+
+def test_options_move_into_their_variables():
+    option = Option(
+        "--cacheplus-depth", "MLX_VLM_CACHEPLUS_DEPTH", "How deep.", check=int
+    )
+    environ = {"MLX_VLM_CACHEPLUS_DEPTH": "1"}
+    assert settings.read_options([], [option], environ) == {"MLX_VLM_CACHEPLUS_DEPTH"}
+    settings.read_options(["--cacheplus-depth=2", "--other"], [option], environ)
+    assert environ["MLX_VLM_CACHEPLUS_DEPTH"] == "2"
+    assert settings.read_options([], [option], {}) == set()
+    with pytest.raises(UsageError, match="--cacheplus-depth='x'"):
+        settings.read_options(["--cacheplus-depth", "x"], [option], {})
+
+
+def test_percent_signs_in_help_texts_do_not_break_the_parser():
+    parser = argparse.ArgumentParser()
+    settings.add_options(
+        parser, [Option("--cacheplus-x", "MLX_VLM_CACHEPLUS_X", "10 % more.")]
+    )
+    assert "10 % more." in parser.format_help()
+
+
+def test_prefix_cache_line():
+    class Config:
+        apc_enabled = True
+        apc_block_size, apc_num_blocks, apc_checkpoint_entries = 16, 2048, 2
+        apc_memory_max_gb, apc_disk_max_gb, apc_disk_enabled = 1.5, 0.0, True
+        apc_disk_path = "/x"
+
+    assert settings.describe_prefix_cache(Config()) == (
+        "prefix cache: on, 2048 blocks of 16 tokens, 2 whole states, memory 1.5 GB, disk /x, no limit"
+    )
+    Config.apc_enabled = False
+    assert settings.describe_prefix_cache(Config()) == "prefix cache: off"
