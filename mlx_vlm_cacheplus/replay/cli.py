@@ -8,7 +8,6 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -199,17 +198,17 @@ def _shown(options: client.Options) -> dict[str, object]:
     return {key: value for key, value in asdict(options).items() if key != "api_key"}
 
 
-def progress_bar(file: TextIO | None = None) -> Progress:
-    """Progress on standard error, so that tables can be piped."""
+def progress_bar() -> Progress:
+    """Progress on standard error, so that tables can be piped; none where nobody looks."""
+    console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    return Progress(
-        *columns, console=Console(file=file, stderr=file is None), transient=True
-    )
+    hidden = not console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=hidden)
 
 
 def tokenizer_for(directory: str | None, model: str | None) -> ModelTokenizer | None:
