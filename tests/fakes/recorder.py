@@ -112,13 +112,14 @@ class Recorder:
     # -- wrapping -----------------------------------------------------------
     def _wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        own = name in vars(owner)
+        # What the owner itself holds: of a descriptor, getattr gives another object.
+        own, held = name in vars(owner), vars(owner).get(name)
         wrapper = make(original)
         setattr(owner, name, wrapper)
 
         def undo() -> None:
             if own:
-                setattr(owner, name, original)
+                setattr(owner, name, held)
             else:
                 delattr(owner, name)
 
