@@ -83,8 +83,12 @@ def activate(
         if not defer:
             if names is not None:
                 _process.names = _as_tuple(names)
-            _prepare(default_on=True)
-            _apply()
+            try:
+                _prepare(default_on=True)
+                _apply()
+            except Exception:
+                _restore_environment()
+                raise
         arm(names)
         return _process.report
 
@@ -93,13 +97,18 @@ def deactivate() -> tuple[str, ...]:
     global _process
     with _lock:
         owners = _process.patcher.revert()
-        for name, value in _process.environ_before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _restore_environment()
         _process = _Process()
         return tuple(owner for owner in owners if owner != FLAG_OWNER)
+
+
+def _restore_environment() -> None:
+    for name, value in _process.environ_before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _process.environ_before.clear()
 
 
 def status() -> Report | None:
@@ -141,12 +150,16 @@ def _on_server(module: Any) -> None:
 def _on_cli(module: Any) -> None:
     if not _process.armed:
         return
-    from . import door
-
     if FLAG_OWNER not in _process.patcher.owners():
-        _guarded(lambda: door.open_door(_process.patcher, FLAG_OWNER))
+        _guarded(_open_door)
     # Somebody who activated in code and then starts the server has not seen the lines yet.
     _announce()
+
+
+def _open_door() -> None:
+    from .door import open_door
+
+    open_door(_process.patcher, FLAG_OWNER)
 
 
 def _guarded(step: Callable[[], None]) -> None:

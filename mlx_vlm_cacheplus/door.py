@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from . import plugins
-from .change import Target
+from .change import Option, Target
 from .patching import Patcher
 from .settings import add_options
 
@@ -21,10 +20,18 @@ TARGET = Target("mlx_vlm.server.cli", "argparse")
 class ServerParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = [
-            option for change in plugins.all_changes() for option in change.options
-        ]
-        add_options(self.add_argument_group("mlx-vlm-cacheplus"), options)
+        add_options(self.add_argument_group("mlx-vlm-cacheplus"), _options())
+
+
+def _options() -> list[Option]:
+    """Those of all changes. Where they cannot be loaded, activation has said so, and the flag alone is accepted: the
+    server then starts as stock instead of stumbling over its own command line."""
+    try:
+        from .plugins import all_changes
+
+        return [option for change in all_changes() for option in change.options]
+    except Exception:
+        return []
 
 
 class _Argparse:

@@ -62,11 +62,11 @@ class StockTree:
 
     def path(self, module: str) -> Path | None:
         """The file of a module of the package, or None where there is none."""
-        place = self.folder.joinpath(*module.split(".")[1:])
-        candidates = (
-            place / "__init__.py",
-            place.with_suffix(".py") if place != self.folder else place,
-        )
+        package, *rest = module.split(".")
+        if package != "mlx_vlm":
+            return None
+        place = self.folder.joinpath(*rest)
+        candidates = (place / "__init__.py", place.parent / f"{place.name}.py")
         return next((path for path in candidates if path.is_file()), None)
 
     def relative(self, module: str) -> str:

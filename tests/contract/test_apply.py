@@ -289,6 +289,26 @@ def test_broken_plugin_is_left_out(stock):
     assert result.stdout == "None\n" and "planted" in result.stderr
 
 
+@pytest.mark.parametrize("missing", ["pluggy", "mlx_vlm_cacheplus.changes"])
+def test_broken_installation_starts_as_stock_and_takes_the_flag(stock, missing):
+    site = stock.folder / "sitecustomize.py"
+    site.write_text(f"import sys; sys.modules[{missing!r}] = None")
+    result = stock.script("--cacheplus", "--model", "m")
+    assert loaded_state(result)["filter"] == PLAIN
+    assert "not active, the server starts as stock: " in result.stderr
+    assert stock.script("--help").returncode == 0
+
+
+def test_failed_demand_gives_the_environment_back(stock):
+    edit_filter(stock)
+    code = (
+        "import mlx_vlm_cacheplus as c, os\n"
+        "try: c.activate(['fast'])\n"
+        "except ValueError: print('APC_ENABLED' in os.environ, 'MLX_VLM_CACHEPLUS' in os.environ)"
+    )
+    assert stock.code(code).stdout == "False False\n"
+
+
 def test_internal_fault_starts_as_stock(stock):
     """A fault of ours is never the reason that a server does not start, unless something was demanded."""
     site = stock.folder / "sitecustomize.py"

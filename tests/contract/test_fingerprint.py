@@ -34,7 +34,10 @@ def test_source_of_each_kind_of_symbol(stock):
     assert tree.source(target("GenerationBatch.inherited")) is None
     assert tree.source(target("logged.inner")) is None
     assert tree.source(Target("mlx_vlm.nowhere", "x")) is None
-    assert stock.tree.version == "0.7.10"
+    assert tree.source(Target("elsewhere.generate.ar", "run")) is None
+    assert tree.has("mlx_vlm") and tree.has("mlx_vlm.generate") and tree.has(AR)
+    assert tree.has(f"{AR}:run") and not tree.has("mlx_vlm.gone")
+    assert tree.version == "0.7.10"
 
 
 def test_several_definitions_count_together(tmp_path):
