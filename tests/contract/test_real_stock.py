@@ -193,3 +193,25 @@ def test_edited_stock_starts_as_stock_and_says_which_symbol(tmp_path):
         MLX_VLM_CACHEPLUS=ORDER[0],
     )
     assert named.returncode == (0 if "already_upstream" in line else 2)
+
+
+def test_functions_that_are_targets_are_bound_under_one_name():
+    """A module that imported one by value would go on calling the stock's. `app` is changed within, not replaced."""
+    code = """
+import sys
+import mlx_vlm.server, mlx_vlm.server.cli
+from mlx_vlm_cacheplus.changes import load_changes
+from mlx_vlm_cacheplus.patching import ABSENT, raw_value, resolve_holder
+for target in {t for change in load_changes() for t in change.targets if "." not in t.qualname}:
+    raw = raw_value(*resolve_holder(target.module, target.qualname))
+    for name, module in list(sys.modules.items()):
+        if raw is ABSENT or target.qualname == "app" or name == target.module or not name.startswith("mlx_vlm."):
+            continue
+        if any(value is raw for value in list(vars(module).values())):
+            print(target, "is also held by", name)
+"""
+    result = run_python("-c", code)
+    assert result.returncode == 0 and result.stdout == "", (
+        result.stdout,
+        result.stderr,
+    )

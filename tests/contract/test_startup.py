@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import mlx_vlm_cacheplus
 from mlx_vlm_cacheplus import _startup
 
 from .stock import clean_environment, run_python
 
-ROOT = Path(mlx_vlm_cacheplus.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_US = 3000
 OURS = {"mlx_vlm_cacheplus", "mlx_vlm_cacheplus._startup", "__future__"}
 LIST_MODULES = "import sys; print('\\n'.join(sys.modules))"
