@@ -26,94 +26,49 @@ from .wire import PROTOCOLS, ServerFault
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``replay``."""
-    parser.add_argument(
-        "session",
-        nargs="?",
-        help="session file, or a bundled one: " + ", ".join(session.bundled()),
-    )
-    parser.add_argument(
-        "--base", default="http://127.0.0.1:8080", help="server (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--model", help="model name to ask for (default: the one that is loaded)"
-    )
-    parser.add_argument(
-        "--sessions", type=_positive, default=1, help="sessions at once (default: 1)"
-    )
-    parser.add_argument(
-        "--stagger",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="start each so much later",
-    )
-    parser.add_argument(
-        "--share",
-        action="store_true",
-        help="let all sessions say the same, without a marker",
-    )
-    parser.add_argument(
-        "--marker",
-        default="",
-        metavar="TEXT",
-        help="put [TEXT] first, to differ from earlier runs",
-    )
-    parser.add_argument("--turns", type=_positive, help="stop after so many turns")
-    parser.add_argument(
-        "--max-tokens", type=_positive, help="longest reply (default: the session's)"
-    )
-    parser.add_argument(
-        "--api",
-        choices=sorted(PROTOCOLS),
-        default="chat",
-        help="protocol (default: chat)",
-    )
-    parser.add_argument(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="stream replies (default: yes)",
-    )
-    parser.add_argument(
-        "--forced",
-        action="store_true",
-        help="send back the recorded replies, not the model's own",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        help="model directory whose tokenizer counts the new tokens",
-    )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("MLX_VLM_SERVER_API_KEY"),
-        help="the server's key",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="longest silence (600)",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the raw rows to FILE")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw restored and prefilled tokens per turn to FILE",
-    )
-    parser.add_argument(
-        "--import",
-        dest="log",
-        metavar="LOG",
-        help="make a session file from a request log",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="where --import writes (default: standard output)",
-    )
+    known = ", ".join(session.bundled())
+    parser.add_argument("session", nargs="?", help=f"session file or one of: {known}")
+    _add_server(parser.add_argument_group("server"))
+    _add_play(parser.add_argument_group("what is played"))
+    _add_results(parser.add_argument_group("results"))
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--base", default="http://127.0.0.1:8080", help="default: %(default)s")
+    add("--model", help="model name to ask for (default: the one that is loaded)")
+    add("--api", choices=sorted(PROTOCOLS), default="chat", help="default: chat")
+    stream = argparse.BooleanOptionalAction
+    add("--stream", action=stream, default=True, help="stream replies (default: yes)")
+    key = os.environ.get("MLX_VLM_SERVER_API_KEY")
+    add("--api-key", default=key, help="default: MLX_VLM_SERVER_API_KEY")
+    longest = "longest silence of the server (default: 600)"
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help=longest)
+
+
+def _add_play(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--sessions", type=_positive, default=1, help="sessions at once (default: 1)")
+    later = "start each so much after the one before"
+    add("--stagger", type=float, default=0.0, metavar="SECONDS", help=later)
+    add("--share", action="store_true", help="let all sessions say exactly the same")
+    differ = "put [TEXT] first, to differ from earlier runs"
+    add("--marker", default="", metavar="TEXT", help=differ)
+    add("--turns", type=_positive, help="stop after so many turns")
+    add("--max-tokens", type=_positive, help="longest reply (default: the session's)")
+    forced = "send the recorded replies back, not the model's own"
+    add("--forced", action="store_true", help=forced)
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    counts = "model directory whose tokenizer counts the new tokens"
+    add("--tokenizer", metavar="DIR", help=counts)
+    add("--json", metavar="FILE", help="write the raw rows")
+    add("--plot", metavar="FILE", help="draw restored and prefilled tokens per turn")
+    make = "make a session file from a request log instead"
+    add("--import", dest="log", metavar="LOG", help=make)
+    add("-o", "--output", metavar="FILE", help="where --import writes (default: -)")
 
 
 def _positive(text: str) -> int:

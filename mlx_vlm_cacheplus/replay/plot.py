@@ -40,7 +40,13 @@ def draw(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     axes.bar(turns, restored, label="restored", color="#9ecae1")
     axes.bar(turns, prefilled, bottom=restored, label="prefilled", color="#e6550d")
     ceiling = [sum(pair) for pair in zip(restored, new, strict=False)]
-    axes.plot(turns, ceiling, "k_", markersize=14, label="restored + new")
+    axes.plot(
+        turns,
+        ceiling,
+        "k_",
+        markersize=14,
+        label="restored + new (above it: read again)",
+    )
     axes.set_xlabel("turn")
     axes.set_ylabel("prompt tokens")
     axes.set_title(title)
