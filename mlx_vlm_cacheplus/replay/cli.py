@@ -79,7 +79,7 @@ def _positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say; 0 when it worked, 2 with one line on standard error when not."""
+    """Do what the arguments say; 0 when it worked, 2 and one line on standard error when not."""
     try:
         if args.log:
             return _import(args)
@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     except (session.SessionError, ServerFault, plot.PlotUnavailable, OSError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _import(args: argparse.Namespace) -> int:
     path = Path(args.log)
-    imported = importer.import_log(
-        path.read_text(encoding="utf-8"), path.stem, str(path)
-    )
+    imported = importer.import_log(session.read_text(path), path.stem, str(path))
     for line in imported.skipped:
         print(line, file=sys.stderr)
     text = session.dump(imported.session)

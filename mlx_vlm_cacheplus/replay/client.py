@@ -15,7 +15,7 @@ from .history import History, recorded_reply
 from .rows import REPORT, Row
 from .session import Session, Turn
 from .tokens import NewCounter
-from .wire import PROTOCOLS, Ask, Received, ServerFault
+from .wire import PROTOCOLS, Ask, Protocol_, Received, ServerFault
 
 REPORT_PATH = "/v1/cacheplus/report"
 
@@ -103,7 +103,7 @@ class _Replay:
                     [self._one(http, index) for index in range(options.sessions)]
                 )
                 await self._read_report(http)
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise ServerFault(
                     f"{options.base}: {type(error).__name__}: {error}"
                 ) from error
@@ -132,44 +132,21 @@ class _Replay:
     async def _ask(
         self, http: httpx.AsyncClient, messages: list[dict[str, Any]], turn: Turn
     ) -> tuple[Received, Row]:
-        protocol, session = PROTOCOLS[self.options.api], self.session
-        limit = session.reply_limit(turn, self.options.max_tokens)
-        thinking = session.enable_thinking
+        session, options = self.session, self.options
         ask = Ask(
-            self.result.model,
-            session.tools,
-            limit,
-            session.temperature,
-            self.options.stream,
-            thinking,
+            model=self.result.model,
+            tools=session.tools,
+            max_tokens=session.reply_limit(turn, options.max_tokens),
+            temperature=session.temperature,
+            stream=options.stream,
+            enable_thinking=session.enable_thinking,
         )
-        out, body = Received(), protocol.body(messages, ask)
-        sent = time.perf_counter()
-        first = last = None
-        if self.options.stream:
-            async for event in _events(http, protocol.path, body):
-                if protocol.event(event, out):
-                    last = time.perf_counter()
-                    first = first or last
-        else:
-            protocol.whole(await _post(http, protocol.path, body), out)
-        ended = time.perf_counter()
-        if out.prompt is None or out.generated is None:
-            raise ServerFault(
-                "the reply came without usage (prompt and completion tokens)"
-            )
-        row = Row(0, 0, out.prompt, out.restored or 0, out.generated)
-        row.started, row.seconds = sent - self.start, ended - sent
-        row.finish_reason, row.request_id, row.text = (
-            out.reply.finish_reason,
-            out.id,
-            out.reply.text(),
-        )
-        if first is not None and last is not None:
-            row.ttft, row.decode_seconds = first - sent, last - first
-        elif out.server_speed and out.generated > 1:
-            row.decode_seconds = (out.generated - 1) / out.server_speed
-        return out, row
+        try:
+            out, times = await _exchange(http, PROTOCOLS[options.api], messages, ask)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            kind = type(error).__name__
+            raise ServerFault(f"the answer is no reply: {kind}: {error}") from error
+        return out, _row(out, times, self.start)
 
     async def _read_report(self, http: httpx.AsyncClient) -> None:
         """Take ``new`` from the server's own reuse records where it has them."""
@@ -212,12 +189,59 @@ async def _gather(tasks: list[Any]) -> None:
         await asyncio.gather(*running, return_exceptions=True)
 
 
+@dataclass
+class _Times:
+    """Seconds on one clock; first and last are of what the model wrote, None without streaming."""
+
+    sent: float
+    first: float | None = None
+    last: float = 0.0
+    ended: float = 0.0
+
+
+async def _exchange(
+    http: httpx.AsyncClient,
+    protocol: Protocol_,
+    messages: list[dict[str, Any]],
+    ask: Ask,
+) -> tuple[Received, _Times]:
+    out, body = Received(), protocol.body(messages, ask)
+    times = _Times(time.perf_counter())
+    if ask.stream:
+        async for event in _events(http, protocol.path, body):
+            if protocol.event(event, out):
+                times.last = time.perf_counter()
+                times.first = times.first or times.last
+    else:
+        protocol.whole(await _post(http, protocol.path, body), out)
+    times.ended = time.perf_counter()
+    return out, times
+
+
+def _row(out: Received, times: _Times, start: float) -> Row:
+    if out.prompt is None or out.generated is None:
+        raise ServerFault("the reply came without usage (prompt and completion tokens)")
+    row = Row(0, 0, out.prompt, out.restored or 0, out.generated)
+    row.started, row.seconds = times.sent - start, times.ended - times.sent
+    row.request_id, row.finish_reason = out.id, out.reply.finish_reason
+    row.text = out.reply.text()
+    if times.first is not None:
+        row.ttft = times.first - times.sent
+        row.decode_seconds = times.last - times.first
+    elif out.server_speed and out.generated > 1:
+        row.decode_seconds = (out.generated - 1) / out.server_speed
+    return row
+
+
 async def loaded_model(http: httpx.AsyncClient) -> str:
     """Name of the model that the server has loaded."""
     answer = await http.get("/health")
     if answer.status_code != 200:
         raise ServerFault(f"GET /health: HTTP {answer.status_code}")
-    name = answer.json().get("loaded_model")
+    try:
+        name = answer.json().get("loaded_model")
+    except (ValueError, AttributeError):
+        raise ServerFault("GET /health: not a JSON object") from None
     if not name:
         raise ServerFault("the server has no model loaded; name one with --model")
     return str(name)

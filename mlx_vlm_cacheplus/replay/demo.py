@@ -7,6 +7,7 @@ stops it.  The exit status is 0 when the claim is met: the same replies, and no 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -240,6 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (session.SessionError, StartFailed, ServerFault, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     finally:
         if args.json and comparisons:
             compare.write(args.json, comparisons)
@@ -254,4 +257,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Leave through the context managers, which end the server that is running.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -60,7 +60,7 @@ def load(source: str | Path) -> Session:
     """Read a session file, or one of the bundled sessions by name (``short``)."""
     path = Path(source)
     if path.is_file():
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        return parse(read_text(path), str(path))
     name = str(source).removesuffix(".jsonl")
     if name in bundled():
         text = _bundle().joinpath(f"{name}.jsonl").read_text(encoding="utf-8")
@@ -69,6 +69,14 @@ def load(source: str | Path) -> Session:
     raise SessionError(
         f"{source}: no such file, and no bundled session of that name (bundled: {known})"
     )
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file; SessionError when it is not one."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SessionError(f"{path}: not UTF-8 text: {error}") from None
 
 
 def bundled() -> list[str]:
@@ -113,7 +121,10 @@ def _header(record: dict[str, Any], at: str) -> dict[str, Any]:
         )
     _refuse_unknown(record, _HEADER_KEYS, at)
     defaults = record.get("defaults") or {}
+    if not isinstance(defaults, dict):
+        raise SessionError(f'{at}: "defaults" is not an object')
     _refuse_unknown(defaults, _DEFAULT_KEYS, at)
+    _refuse_limit(defaults, at)
     return {
         "name": str(record.get("name") or "session"),
         "description": str(record.get("description") or ""),
@@ -137,9 +148,18 @@ def _turn(record: dict[str, Any], at: str) -> Turn:
             raise SessionError(
                 f"{at}: an added message needs a content and a role of {sorted(_ROLES)}"
             )
+    _refuse_limit(record, at)
+    if not isinstance(record.get("expected"), (dict, type(None))):
+        raise SessionError(f'{at}: "expected" is not an object')
     return Turn(
         add=add, expected=record.get("expected"), max_tokens=record.get("max_tokens")
     )
+
+
+def _refuse_limit(record: dict[str, Any], at: str) -> None:
+    limit = record.get("max_tokens", 1)
+    if not isinstance(limit, int) or limit < 1:
+        raise SessionError(f'{at}: "max_tokens" must be 1 or more')
 
 
 def _refuse_unknown(record: dict[str, Any], known: set[str], at: str) -> None:

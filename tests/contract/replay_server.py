@@ -169,6 +169,8 @@ def _finish(answer: dict[str, Any]) -> str:
 
 
 def _chat_events(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    if "garbled" in answer:
+        return [{"choices": [{"delta": {"tool_calls": [7]}}]}]
     if "broken" in answer:
         return [{"error": answer["broken"]}]
     message, events = _chat_message(answer), []

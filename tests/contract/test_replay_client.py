@@ -212,6 +212,7 @@ def test_limits_and_settings_reach_the_server():
         ({"status": 400, "detail": "too long"}, "HTTP 400.*too long"),
         ({"broken": "out of memory"}, "error in the stream.*out of memory"),
         ({"content": "red", "silent": True}, "without usage"),
+        ({"garbled": True}, "the answer is no reply"),
     ],
 )
 def test_a_fault_names_session_and_turn_and_keeps_the_rows(reply, text):

@@ -39,6 +39,11 @@ def result(text, name="read"):
         (HEADER + '\n{"add": [{"role": "system", "content": ""}]}', "line 2: an added"),
         (HEADER + '\n{"add": [{"role": "user"}]}', "line 2: an added message"),
         (f'{HEADER}\n{TURN[:-1]}, "brnch": 1}}', "line 2: unknown key 'brnch'"),
+        ('{"session": 1, "defaults": []}\n{}', "line 2"),
+        ('{"session": 1, "defaults": [1]}', "is not an object"),
+        ('{"session": 1, "defaults": {"max_tokens": "9"}}', "must be 1 or more"),
+        (f'{HEADER}\n{TURN[:-1]}, "max_tokens": 0}}', 'line 2: "max_tokens"'),
+        (f'{HEADER}\n{TURN[:-1]}, "expected": "x"}}', 'line 2: "expected"'),
         ('{"session": 1, "defaults": {"top_p": 1}}\n' + TURN, "unknown key 'top_p'"),
     ],
 )
@@ -46,6 +51,13 @@ def test_a_wrong_line_is_named(text, message):
     with pytest.raises(SessionError, match="file.jsonl: ") as error:
         parse(text, "file.jsonl")
     assert message in str(error.value)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(SessionError, match="s.jsonl: not UTF-8"):
+        sessions.load(path)
 
 
 def test_an_unknown_name_lists_the_bundled_ones(tmp_path):
