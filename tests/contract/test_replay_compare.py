@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -10,6 +11,8 @@ from mlx_vlm_cacheplus.replay import compare, demo
 from mlx_vlm_cacheplus.replay.compare import PLUS, STOCK, Comparison, UnequalWork
 from mlx_vlm_cacheplus.replay.rows import ESTIMATE, REPORT, TOKENIZER, Row, total
 from mlx_vlm_cacheplus.replay.serving import Server, StartFailed
+
+from .replay_server import FakeServer, WordTokenizer
 
 
 def rows(*counts, new_from=TOKENIZER):
@@ -208,9 +211,40 @@ def test_demo_shows_both_sides(capsys):
     assert "3 of 3 replies identical" in out
 
 
-def test_raw_rows_are_kept(tmp_path):
-    import json
+@pytest.mark.parametrize(
+    "kept_by_plus, status, word",
+    [
+        ("replies", 0, "The claim is met"),
+        ("prompts", 1, "THE CLAIM IS NOT MET"),
+    ],
+)
+def test_demo_from_end_to_end(
+    tmp_path, monkeypatch, capsys, kept_by_plus, status, word
+):
+    sides = []
 
+    def start(model, home, plus, on_wait):
+        sides.append(PLUS if plus else STOCK)
+        keeps = kept_by_plus if plus else "prompts"
+        return FakeServer(lambda number: {"content": f"reply {number}"}, keeps)
+
+    monkeypatch.setattr(demo, "Server", start)
+    monkeypatch.setattr(demo, "ModelTokenizer", lambda directory: WordTokenizer())
+    (tmp_path / "hybrid").mkdir()
+    (tmp_path / "hybrid" / "config.json").write_text("{}")
+    arguments = ["--model", str(tmp_path / "hybrid"), "--turns", "3"]
+    raw = tmp_path / "rows.json"
+    assert demo.main([*arguments, "--rounds", "2", "--json", str(raw)]) == status
+    assert sides == [STOCK, PLUS, PLUS, STOCK]
+    out = capsys.readouterr().out
+    assert word in out and "6 of 6 replies identical" in out
+    assert [len(json.loads(raw.read_text())[0][side]) for side in (STOCK, PLUS)] == [
+        2,
+        2,
+    ]
+
+
+def test_raw_rows_are_kept(tmp_path):
     path = tmp_path / "rows.json"
     compare.write(path, [comparison(), comparison()])
     data = json.loads(path.read_text())
