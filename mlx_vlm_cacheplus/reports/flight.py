@@ -13,6 +13,7 @@ from .record import Shortfall, Source
 ONLY_PROMPT = "only the prompt is kept: output-tokens is off"
 ONLY_PROMPT_DRAFT = "only the prompt is kept: a draft model is loaded"
 NOT_READ = "it ended before its prompt was read"
+BROKEN_OFF = "an error broke the row off before it could be kept"
 
 
 @dataclass(eq=False)
@@ -109,7 +110,8 @@ class Flight:
         if not self.decoding:
             return 0, NOT_READ
         if self.row is not None:
-            return int(self.row.committed), self.row.reason
+            committed = int(self.row.committed)
+            return committed, self.row.reason or (None if committed else BROKEN_OFF)
         reason = ONLY_PROMPT if self.draft_model is None else ONLY_PROMPT_DRAFT
         return self._prompt_kept(), reason
 

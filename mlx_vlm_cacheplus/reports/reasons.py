@@ -9,7 +9,7 @@ from .history import Match
 from .record import Shortfall
 
 OTHER_TENANT = "the earlier request was another tenant's"
-OTHER_MEDIA = "the earlier request had other media"
+OTHER_MEDIA = "the earlier request had other media or cache settings"
 MEDIA_FOLLOWS = "media in the rest of the prompt"
 STILL_RUNNING = "the earlier request had not ended"
 NO_MEMORY = "budget: no memory to restore it"
@@ -43,7 +43,10 @@ def explain_shortfall(
     rules: list[tuple[Callable[[], bool], str]] = [
         (lambda: cache.off is not None, cache.off or ""),
         (lambda: earlier.tenant != tenant, OTHER_TENANT),
-        (lambda: earlier.salt != salt, OTHER_MEDIA),
+        (
+            lambda: None not in (earlier.salt, salt) and earlier.salt != salt,
+            OTHER_MEDIA,
+        ),
         (lambda: earlier.running, STILL_RUNNING),
         (
             lambda: match.length < cache.minimum,

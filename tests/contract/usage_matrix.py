@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 ENDPOINTS = ("chat", "responses", "messages")
-MODELS = ("dense", "hybrid", "window")
+MODELS = ("dense", "hybrid")
 HEAD = "copy: fox yak one two three four five six seven eight nine ten eleven twelve"
 
 
@@ -29,6 +29,22 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+def row(
+    model: str, endpoint: str, stream: bool, kind: str, reply: Any
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "endpoint": endpoint,
+        "stream": stream,
+        "kind": kind,
+        "ids": len(reply.prompt_ids),
+        "prompt": reply.prompt_tokens,
+        "cached": reply.cached_tokens,
+        "forwarded": reply.prefilled,
+        "usages": usages(reply.raw),
+    }
+
+
 def rows_of(server: Any, model: str) -> list[dict[str, Any]]:
     """Cold, an exact repeat, the next turn, and a turn that is answered by a stop token alone."""
     rows = []
@@ -36,27 +52,34 @@ def rows_of(server: Any, model: str) -> list[dict[str, Any]]:
         for stream in (False, True):
             server.clear_cache()
             ask = getattr(server, endpoint)
-            talk = [user(HEAD)]
+            talk, said = [user(HEAD)], ""
             for kind in ("cold", "full", "turn", "empty"):
                 if kind in ("turn", "empty"):
-                    answer = {"role": "assistant", "content": reply.text or "lion"}
+                    answer = {"role": "assistant", "content": said or "lion"}
                     talk = [*talk, answer, user("and then")]
                 script = [] if kind == "empty" else None
                 reply = ask(talk, max_tokens=6, stream=stream, script=script)
-                rows.append(
-                    {
-                        "model": model,
-                        "endpoint": endpoint,
-                        "stream": stream,
-                        "kind": kind,
-                        "ids": len(reply.prompt_ids),
-                        "prompt": reply.prompt_tokens,
-                        "cached": reply.cached_tokens,
-                        "forwarded": reply.prefilled,
-                        "usages": usages(reply.raw),
-                    }
-                )
+                said = reply.text
+                rows.append(row(model, endpoint, stream, kind, reply))
     return rows
+
+
+def repeats_of(server: Any, model: str) -> list[dict[str, Any]]:
+    """Exact repeats around a whole number of blocks, and of the shortest prompt."""
+
+    def repeat(text: str) -> dict[str, Any]:
+        server.clear_cache()
+        for _ in range(2):
+            reply = server.chat([user(text)], max_tokens=1)
+        return row(model, "chat", False, "repeat", reply)
+
+    def words(count: int) -> str:
+        return "copy:" + " fox" * count
+
+    # A word is a token here.
+    short = repeat(words(10))
+    whole = 10 + (-short["ids"]) % 16
+    return [repeat("a"), short, *(repeat(words(whole + n)) for n in (-1, 0, 1))]
 
 
 def main() -> None:
@@ -70,12 +93,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with serving() as host:
         for model in MODELS:
-            rows += rows_of(
-                TinyServer(
-                    host, Settings(resolve_model(model), apc_checkpoint_entries=8)
-                ),
-                model,
-            )
+            settings = Settings(resolve_model(model), apc_checkpoint_entries=8)
+            server = TinyServer(host, settings)
+            rows += rows_of(server, model) + repeats_of(server, model)
     print(json.dumps(rows))
 
 
