@@ -1,0 +1,89 @@
+"""row-errors: the generator settles whose an error is, the server fails that row."""
+
+from tools.patch_tree import Edit, after, before
+
+AR = "mlx_vlm/generate/ar.py"
+SERVER = "mlx_vlm/server/generation.py"
+
+CORE = {"mlx_vlm_cacheplus/core/row_errors.py": "mlx_vlm/generate/row_errors.py"}
+
+EDITS = [
+    before(
+        AR,
+        "from .types import GenerateKwargs",
+        "from .row_errors import decode_recorded, extend_recorded, next_isolated\n",
+    ),
+    Edit(
+        AR,
+        "generation_responses = self._generation_batch.next()",
+        "generation_responses = decode_recorded(\n"
+        "                self._generation_batch, self._generation_batch.next\n"
+        "            )",
+        within="BatchGenerator._next",
+    ),
+    Edit(
+        AR,
+        "            self._generation_batch.extend(gen_batch)\n",
+        "            batch = self._generation_batch\n"
+        "            extend_recorded(batch, functools.partial(batch.extend, gen_batch))\n",
+        within="BatchGenerator._extend_generation_batch",
+    ),
+    Edit(
+        AR,
+        "return self._next(**kwargs)",
+        "return next_isolated(self, functools.partial(self._next, **kwargs))",
+        within="BatchGenerator.next",
+    ),
+    before(SERVER, "from queue import Empty", "from functools import partial\n"),
+    before(
+        SERVER,
+        "from ..sample_utils import (",
+        "from ..generate.row_errors import (\n"
+        "    embed_row,\n"
+        "    guard_processors,\n"
+        "    step_and_fail_rows,\n"
+        "    stream_text,\n"
+        ")\n",
+    ),
+    Edit(
+        SERVER,
+        "                    input_ids, gen_kwargs = self._gpu_embed(\n"
+        "                        raw_inputs,\n"
+        "                        images,\n"
+        "                        apc_semantic_hash=request.apc_semantic_hash,\n"
+        "                    )\n",
+        "                    embed = partial(\n"
+        "                        self._gpu_embed,\n"
+        "                        raw_inputs,\n"
+        "                        images,\n"
+        "                        apc_semantic_hash=request.apc_semantic_hash,\n"
+        "                    )\n"
+        "                    input_ids, gen_kwargs = embed_row(self, embed)\n",
+    ),
+    Edit(
+        SERVER,
+        "        return processors\n",
+        "        return guard_processors(self, processors)\n",
+        within="ResponseGenerator._make_logits_processors",
+    ),
+    after(
+        SERVER,
+        '        """One batch generation step: prefill + decode."""\n',
+        "        step_and_fail_rows(\n"
+        "            self,\n"
+        "            batch_gen,\n"
+        "            active,\n"
+        "            partial(self._step_rows, batch_gen, active, gen_kwargs),\n"
+        "        )\n"
+        "\n"
+        "    def _step_rows(self, batch_gen, active, gen_kwargs=None):\n",
+        within="ResponseGenerator._step",
+    ),
+    Edit(
+        SERVER,
+        'return info["streamer"].advance(token, finish_reason)',
+        "return stream_text(\n"
+        '            self, info, partial(info["streamer"].advance, token, finish_reason)\n'
+        "        )",
+    ),
+]

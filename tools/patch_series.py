@@ -1,0 +1,244 @@
+"""From changes and edits to the patch series.
+
+A patch is what its change adds to the tree as the patch before it left it: the core
+files byte for byte (imports aside), the call-site edits, and a test file of its own.
+Generation is deterministic: no times, no hashes of git, three lines of context.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from mlx_vlm_cacheplus.change import Change
+from mlx_vlm_cacheplus.changes import load_changes
+from tools.patch_tree import (
+    PatchProblem,
+    Tree,
+    apply_edit,
+    as_upstream,
+    code_without_imports,
+    formatted,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSION = "0.7.10"
+FOLDER = ROOT / "patches" / VERSION
+TESTS = "patches/tests"
+CONTEXT = 3
+
+
+@dataclass
+class Step:
+    """One change's patch: the files it touches, before and after."""
+
+    change: Change
+    before: dict[str, str | None] = field(default_factory=dict)
+    after: dict[str, str] = field(default_factory=dict)
+    core: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def filename(self) -> str:
+        """The patch file's name."""
+        return f"{self.change.name}.patch"
+
+    @property
+    def test_files(self) -> list[str]:
+        """The upstream test files that this patch brings."""
+        return [path for path in self.after if path.startswith("mlx_vlm/tests/")]
+
+
+def edits_of(change: Change) -> ModuleType:
+    """Return the data module of a change's edits."""
+    name = f"tools.patch_edits.{change.name.replace('-', '_')}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as problem:
+        if problem.name != name:
+            raise
+        raise PatchProblem(
+            f"{change.name} has no edits: write {name.replace('.', '/')}.py, "
+            "or set has_patch = False where the plugin alone needs it"
+        ) from problem
+
+
+def build_series(stock: Path) -> list[Step]:
+    """Return the steps of all changes that have a patch, in order."""
+    tree = Tree(stock)
+    moved: dict[str, str] = {}
+    steps = []
+    for change in load_changes():
+        if change.has_patch:
+            steps.append(_build_step(change, tree, moved))
+    return steps
+
+
+def _build_step(change: Change, tree: Tree, moved: dict[str, str]) -> Step:
+    data = edits_of(change)
+    old = tree.copy()
+    step = Step(change, core=dict(data.CORE))
+    moved.update(data.CORE)
+    for source, target in data.CORE.items():
+        if tree.read(target) is not None:
+            raise PatchProblem(f"{change.name}: {target} exists already in this stock")
+        text = (ROOT / source).read_text(encoding="utf-8")
+        made = as_upstream(text, source, target, moved)
+        if code_without_imports(made) != code_without_imports(text):
+            raise PatchProblem(
+                f"{source}: more than its imports would change; format it with black"
+            )
+        tree.write(target, made)
+    for edit in data.EDITS:
+        apply_edit(tree, edit, change.name)
+    for path in {edit.path for edit in data.EDITS}:
+        _tidy(tree, old, path)
+    _add_test(change, tree)
+    for path, text in tree.files.items():
+        if text is not None and text != old.read(path):
+            step.before[path], step.after[path] = old.read(path), text
+    return step
+
+
+def _tidy(tree: Tree, old: Tree, path: str) -> None:
+    """Sort and wrap what the edits inserted, where the file was tidy before them."""
+    before, after = old.read(path), tree.read(path)
+    if before is not None and after is not None and formatted(before) == before:
+        tree.write(path, formatted(after))
+
+
+def _add_test(change: Change, tree: Tree) -> None:
+    name = f"test_{change.name.replace('-', '_')}.py"
+    source = ROOT / TESTS / name
+    if not source.is_file():
+        raise PatchProblem(
+            f"{change.name} brings no test: write {TESTS}/{name}, with tiny random "
+            "models built in the test"
+        )
+    tree.write(f"mlx_vlm/tests/{name}", source.read_text(encoding="utf-8"))
+
+
+# -- text ------------------------------------------------------------------------
+
+
+def patch_text(step: Step) -> str:
+    """Return the text of a patch file."""
+    parts = [header(step.change), "---\n"]
+    for path in sorted(step.after):
+        parts.extend(_diff(path, step.before[path], step.after[path]))
+    return "".join(parts)
+
+
+def header(change: Change) -> str:
+    """Return DEP-3-like fields from the change's own data."""
+    fields = [
+        ("Subject", change.summary),
+        ("Description", change.why),
+        ("Origin", f"mlx-vlm-cacheplus, change {change.name}"),
+        ("Forwarded", change.upstream),
+        ("Applies-to", f"mlx-vlm {VERSION}"),
+        ("Requires", ", ".join(f"{name}.patch" for name in change.requires)),
+        ("Remove-when", change.remove_when),
+    ]
+    return "".join(
+        textwrap.fill(
+            f"{name}: {' '.join(value.split())}",
+            width=88,
+            subsequent_indent=" ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        + "\n"
+        for name, value in fields
+        if value
+    )
+
+
+def _diff(path: str, old: str | None, new: str) -> Iterator[str]:
+    if not new.endswith("\n") or (old is not None and not old.endswith("\n")):
+        raise PatchProblem(f"{path} does not end with a newline")
+    yield f"diff --git a/{path} b/{path}\n"
+    if old is None:
+        yield "new file mode 100644\n--- /dev/null\n"
+    else:
+        yield f"--- a/{path}\n"
+    yield f"+++ b/{path}\n"
+    before = [] if old is None else old.splitlines(keepends=True)
+    after = new.splitlines(keepends=True)
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    matcher.opcodes = _slid(matcher.get_opcodes(), before, after)
+    for group in matcher.get_grouped_opcodes(CONTEXT):
+        yield from _hunk(group, before, after)
+
+
+def _slid(opcodes: list, before: list[str], after: list[str]) -> list[tuple]:
+    """Move insertions down while that is the same text: a block then ends with its own end."""
+    out: list[tuple] = []
+    moved = 0
+    for k, (tag, i1, i2, j1, j2) in enumerate(opcodes):
+        i1, j1, moved = i1 + moved, j1 + moved, 0
+        if tag == "insert" and k + 1 < len(opcodes):
+            room = opcodes[k + 1][2] - i2 - 1
+            while moved < room and after[j1 + moved] == before[i1 + moved]:
+                moved += 1
+            if moved and out:  # the block above it, which is "equal", grows
+                _, a1, a2, b1, b2 = out[-1]
+                out[-1] = ("equal", a1, a2 + moved, b1, b2 + moved)
+            elif moved:
+                out.append(("equal", i1, i1 + moved, j1, j1 + moved))
+            i1, i2, j1, j2 = (n + moved for n in (i1, i2, j1, j2))
+        out.append((tag, i1, i2, j1, j2))
+    return out
+
+
+def _hunk(group: list, before: list[str], after: list[str]) -> Iterator[str]:
+    first, last = group[0], group[-1]
+    yield f"@@ -{_range(first[1], last[2])} +{_range(first[3], last[4])} @@\n"
+    for tag, i1, i2, j1, j2 in group:
+        if tag == "equal":
+            yield from (" " + line for line in before[i1:i2])
+            continue
+        yield from ("-" + line for line in before[i1:i2])
+        yield from ("+" + line for line in after[j1:j2])
+
+
+def _range(start: int, stop: int) -> str:
+    length = stop - start
+    begin = start + 1 if length else start
+    return str(begin) if length == 1 else f"{begin},{length}"
+
+
+def series_text(steps: list[Step]) -> str:
+    """Return the series file: the patches in the order in which they apply."""
+    return "".join(f"{step.filename}\n" for step in steps)
+
+
+def upstream_text(steps: list[Step], stock: Path) -> str:
+    """Return the UPSTREAM file: what the series applies to, and the files it edits."""
+    touched = sorted(
+        {p for s in steps for p, old in s.before.items() if old is not None}
+    )
+    lines = [
+        f"mlx-vlm {VERSION}",
+        "",
+        "Files of the published wheel that the series edits, by SHA-256:",
+    ]
+    for path in touched:
+        place = stock / Path(path).relative_to("mlx_vlm")
+        if place.is_file():
+            digest = hashlib.sha256(place.read_bytes()).hexdigest()
+            lines.append(f"{digest}  {path}")
+    return "\n".join(lines) + "\n"
+
+
+def generated_files(steps: list[Step], stock: Path) -> dict[str, str]:
+    """Return every file of patches/<version>/ by name."""
+    files = {step.filename: patch_text(step) for step in steps}
+    files["series"] = series_text(steps)
+    files["UPSTREAM"] = upstream_text(steps, stock)
+    return files

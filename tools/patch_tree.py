@@ -1,0 +1,236 @@
+"""A stock tree in memory, and the edits that turn it into a patched one.
+
+An edit names a short exact anchor in one file.  The anchor must occur exactly once
+(within a class or function, where ``within`` names one), so that an edit can never
+land in another place than the one it was written for.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import json
+from base64 import urlsafe_b64encode
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import black
+import isort
+
+PACKAGE = "mlx_vlm"
+
+
+class PatchProblem(Exception):
+    """Something that a person has to look at; the message says what and where."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Put ``replacement`` in the place of ``anchor`` in ``path``.
+
+    within: dotted name of the class or function that the anchor must be looked for in.
+    """
+
+    path: str
+    anchor: str
+    replacement: str
+    within: str | None = None
+
+
+def after(path: str, anchor: str, text: str, within: str | None = None) -> Edit:
+    """Insert ``text`` behind the anchor."""
+    return Edit(path, anchor, anchor + text, within)
+
+
+def before(path: str, anchor: str, text: str, within: str | None = None) -> Edit:
+    """Insert ``text`` in front of the anchor."""
+    return Edit(path, anchor, text + anchor, within)
+
+
+@dataclass
+class Tree:
+    """The files of a package by path, read on demand; what was written stays here."""
+
+    folder: Path
+    files: dict[str, str | None] = field(default_factory=dict)
+
+    def read(self, path: str) -> str | None:
+        """Return the text of a file, or None where there is none."""
+        if path not in self.files:
+            place = self.folder / Path(path).relative_to(PACKAGE)
+            self.files[path] = (
+                place.read_text(encoding="utf-8") if place.is_file() else None
+            )
+        return self.files[path]
+
+    def write(self, path: str, text: str) -> None:
+        """Set the text of a file; the folder on disk is left alone."""
+        self.files[path] = text
+
+    def copy(self) -> Tree:
+        """Return a tree that can be written without changing this one."""
+        return Tree(self.folder, dict(self.files))
+
+
+def apply_edit(tree: Tree, edit: Edit, change: str) -> None:
+    """Apply one edit; raises PatchProblem where the anchor is not there exactly once."""
+    text = tree.read(edit.path)
+    where = f"{change}: {edit.path}"
+    if text is None:
+        raise PatchProblem(f"{where} does not exist in this stock: find its new place")
+    start, end = 0, len(text)
+    if edit.within:
+        start, end = _span(text, edit.within, where)
+    count = text[start:end].count(edit.anchor)
+    if count != 1:
+        hint = (
+            "upstream has rewritten it: read the new code and choose a new anchor"
+            if count == 0
+            else "make the anchor longer, or name the function with within="
+        )
+        scope = f" within {edit.within}" if edit.within else ""
+        raise PatchProblem(
+            f"{where}: the anchor occurs {count} times{scope}, not once ({hint}):\n"
+            f"{edit.anchor}"
+        )
+    at = text.index(edit.anchor, start, end)
+    tree.write(edit.path, text[:at] + edit.replacement + text[at + len(edit.anchor) :])
+
+
+def _span(text: str, qualname: str, where: str) -> tuple[int, int]:
+    """Return the character range of a class or function, decorators excluded."""
+    body = ast.parse(text).body
+    node: ast.stmt | None = None
+    for part in qualname.split("."):
+        node = next(
+            (
+                n
+                for n in body
+                if isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+                and n.name == part
+            ),
+            None,
+        )
+        if node is None:
+            raise PatchProblem(f"{where} has no {qualname}: find where it has gone")
+        body = node.body  # type: ignore[attr-defined]
+    assert node is not None
+    lines = text.splitlines(keepends=True)
+    start = sum(len(line) for line in lines[: node.lineno - 1])
+    return start, start + sum(
+        len(line) for line in lines[node.lineno - 1 : node.end_lineno]
+    )
+
+
+# -- core files ----------------------------------------------------------------
+
+
+def as_upstream(text: str, source: str, target: str, moved: dict[str, str]) -> str:
+    """Return a core file as it stands in upstream's package: other imports, no other change.
+
+    source, target: paths of the core file and of its place upstream.
+    moved: every core path and its upstream path, of this change and those before it.
+    """
+    lines = text.splitlines(keepends=True)
+    modules = {_module(path): _module(place) for path, place in moved.items()}
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        line = lines[node.lineno - 1]
+        full = _absolute(node, _module(source))
+        if full.split(".")[0] not in (PACKAGE, _module(source).split(".")[0]):
+            continue
+        if full.split(".")[0] != PACKAGE and full not in modules:
+            raise PatchProblem(
+                f"{source}:{node.lineno} imports {full}, which no patch up to here brings"
+            )
+        there = modules.get(full, full)
+        spelled = "." * node.level + (node.module or "")
+        relative = _relative(there, _module(target))
+        lines[node.lineno - 1] = line.replace(
+            f"from {spelled} import", f"from {relative} import", 1
+        )
+    return formatted("".join(lines))
+
+
+@functools.lru_cache(maxsize=64)
+def formatted(text: str) -> str:
+    """Return a file as upstream's hooks leave it: isort's and black's profile."""
+    return black.format_str(isort.code(text, profile="black"), mode=black.Mode())
+
+
+def code_without_imports(text: str) -> list[str]:
+    """Return the lines that are neither import statements nor blank."""
+    drop: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            drop.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = text.splitlines()
+    return [s for i, s in enumerate(lines, 1) if i not in drop and s.strip()]
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _absolute(node: ast.ImportFrom, module: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parent = module.split(".")[: -node.level]
+    return ".".join([*parent, *([node.module] if node.module else [])])
+
+
+def _relative(module: str, importer: str) -> str:
+    """Return ``module`` as upstream's file ``importer`` would spell it."""
+    here, there = importer.split(".")[:-1], module.split(".")
+    same = 0
+    while same < min(len(here), len(there)) and here[same] == there[same]:
+        same += 1
+    return "." * (len(here) - same + 1) + ".".join(there[same:])
+
+
+# -- is the stock pristine? ------------------------------------------------------
+
+
+def stock_hashes(folder: Path) -> dict[str, str]:
+    """Return {path: sha256} of the package as it was published, from the wheel's RECORD."""
+    for info in sorted(folder.parent.glob("mlx_vlm-*.dist-info")):
+        record = info / "RECORD"
+        if record.is_file():
+            dist = importlib.metadata.PathDistribution(info)
+            return {
+                str(file): file.hash.value
+                for file in dist.files or []
+                if file.hash is not None and file.hash.mode == "sha256"
+            }
+    raise PatchProblem(
+        f"{folder} has no RECORD beside it, so nobody can say whether it is pristine: "
+        "use an installed or unpacked wheel of mlx-vlm"
+    )
+
+
+def require_pristine(folder: Path, version: str) -> None:
+    """Raise PatchProblem unless ``folder`` is mlx_vlm of that version as published."""
+    found = "unknown"
+    for line in (folder / "version.py").read_text(encoding="utf-8").splitlines():
+        if line.startswith("__version__"):
+            found = json.loads(line.split("=")[1].strip().replace("'", '"'))
+    if found != version:
+        raise PatchProblem(
+            f"these patches are for mlx-vlm {version}, and {folder} is {found}: "
+            f"install mlx-vlm=={version}, or give its folder with --stock"
+        )
+    changed = []
+    for path, published in stock_hashes(folder).items():
+        if path.startswith(PACKAGE + "/") and path.endswith(".py"):
+            place = folder.parent / path
+            digest = hashlib.sha256(place.read_bytes()).digest()
+            if urlsafe_b64encode(digest).rstrip(b"=").decode() != published:
+                changed.append(path)
+    if changed:
+        raise PatchProblem(
+            f"{folder} is not as published: {', '.join(changed)} differ; "
+            f"reinstall mlx-vlm=={version}"
+        )

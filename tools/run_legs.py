@@ -1,0 +1,174 @@
+"""Run the behaviour tests in the five legs, each in a process of its own, and say how it went.
+
+    python tools/run_legs.py                    all five legs
+    python tools/run_legs.py --legs S,M         some of them
+    python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests
+    python tools/run_legs.py -- -k cancel       arguments behind -- go to pytest
+
+What a leg is stands in tests/legs.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.legs import series  # noqa: E402
+
+LEGS = ("S", "P", "M", "PM", "R")
+PATCHED = ("P", "PM")
+# A leg that takes longer hangs; single tests have a shorter limit.
+LEG_SECONDS = 1200
+TEST_SECONDS = 120
+COUNTS = ("passed", "failed", "xfailed", "xpassed", "errors", "deselected", "skipped")
+
+
+@dataclass
+class Outcome:
+    """How one process ended."""
+
+    label: str
+    code: int
+    seconds: float
+    counts: dict[str, int] = field(default_factory=dict)
+    output: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every expectation of the leg was met, and there were any."""
+        return self.code == 0
+
+    def row(self) -> str:
+        """Return the line of the table."""
+        numbers = "".join(f"{self.counts.get(name, 0):>11}" for name in COUNTS)
+        verdict = "ok" if self.is_good else f"FAILED (exit {self.code})"
+        return f"{self.label:<22}{numbers}{self.seconds:>9.1f} s  {verdict}"
+
+
+def make_tree(folder: Path, upto: str | None = None) -> None:
+    """Write a patched tree."""
+    command = [sys.executable, str(ROOT / "tools" / "make_patches.py")]
+    command += ["--tree", str(folder), *(["--upto", upto] if upto else [])]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+
+
+def run(label: str, arguments: list[str], environment: dict[str, str]) -> Outcome:
+    """Run pytest in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    env = {**os.environ, **environment}
+    env.setdefault("HF_HUB_OFFLINE", "1")
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=LEG_SECONDS,
+            check=False,
+        )
+        code, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as problem:
+        code, output = 124, str(problem.stdout or "") + f"\n{problem}"
+    return Outcome(label, code, time.monotonic() - started, _counts(output), output)
+
+
+def _counts(output: str) -> dict[str, int]:
+    """Return the numbers of pytest's last line."""
+    lines = [line for line in output.splitlines() if re.search(r" in [\d.]+s", line)]
+    found = re.findall(r"(\d+) ([a-z]+)", lines[-1]) if lines else []
+    counts = {name: int(number) for number, name in found}
+    counts["errors"] = counts.pop("error", 0) + counts.get("errors", 0)
+    return counts
+
+
+def leg_environment(leg: str, tree: Path | None, upto: str | None) -> dict[str, str]:
+    """Return the variables that bring a process into its leg."""
+    env = {"CACHEPLUS_LEG": leg, "CACHEPLUS_UPTO": upto or ""}
+    # Another switch in the caller's environment must not decide.
+    env["MLX_VLM_CACHEPLUS"] = "" if leg in ("M", "PM", "R") else "0"
+    paths = [str(tree)] if tree is not None else []
+    env["PYTHONPATH"] = os.pathsep.join([*paths, str(ROOT)])
+    return env
+
+
+def run_leg(
+    leg: str, trees: Path, extra: list[str], upto: str | None = None
+) -> Outcome:
+    """Run one leg, or the part of it that a shorter series has."""
+    tree = None
+    if leg in PATCHED:
+        tree = trees / (upto or "all")
+        if not tree.exists():
+            make_tree(tree, upto)
+    label = leg if upto is None else f"{leg} upto {upto}"
+    arguments = ["tests/behaviour", "-q", "-rfEX", "--timeout", str(TEST_SECONDS)]
+    return run(label, [*arguments, *extra], leg_environment(leg, tree, upto))
+
+
+def run_patch_tests(name: str, trees: Path) -> Outcome:
+    """Run the tests that go upstream with a patch, on the tree that ends with it."""
+    tree = trees / name
+    if not tree.exists():
+        make_tree(tree, name)
+    file = tree / "mlx_vlm" / "tests" / f"test_{name.replace('-', '_')}.py"
+    env = leg_environment("P", tree, name)
+    env["PYTHONPATH"] = str(tree)
+    arguments = ["-q", "--rootdir", str(tree), "--timeout", str(TEST_SECONDS)]
+    return run(f"its tests: {name}"[:22], [*arguments, str(file)], env)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; 0 when every leg met its expectation."""
+    words = sys.argv[1:] if arguments is None else arguments
+    extra: list[str] = []
+    if "--" in words:
+        at = words.index("--")
+        words, extra = words[:at], words[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--legs", default=",".join(LEGS), help="default: %(default)s")
+    parser.add_argument("--each-patch", action="store_true")
+    options = parser.parse_args(words)
+    legs = [leg for leg in options.legs.split(",") if leg]
+    unknown = set(legs) - set(LEGS)
+    if unknown:
+        parser.error(f"no such leg: {', '.join(sorted(unknown))}")
+    outcomes = []
+    with tempfile.TemporaryDirectory() as work:
+        trees = Path(work)
+        for leg in legs:
+            outcomes.append(_told(run_leg(leg, trees, extra)))
+        if options.each_patch:
+            for name in series():
+                outcomes.append(_told(run_patch_tests(name, trees)))
+                outcomes.append(_told(run_leg("P", trees, extra, name)))
+    print(f"{'leg':<22}" + "".join(f"{name:>11}" for name in COUNTS))
+    print("\n".join(outcome.row() for outcome in outcomes))
+    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+
+
+def _told(outcome: Outcome) -> Outcome:
+    if not outcome.is_good:
+        print(f"--- {outcome.label}: exit {outcome.code} ---")
+        print(outcome.output[-8000:])
+    else:
+        print(
+            f"--- {outcome.label}: as it must be, {outcome.seconds:.1f} s", flush=True
+        )
+    return outcome
+
+
+if __name__ == "__main__":
+    sys.exit(main())
