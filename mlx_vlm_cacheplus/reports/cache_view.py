@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CACHE_OFF = "the prefix cache is off"
+MEDIA_FOLLOWS = "media in the rest of the prompt"
+MEDIA_BEFORE = "media in the common part: stock restores no blocks with media"
 NOT_RESTORABLE = "this model's layers cannot be restored"
 
 
@@ -63,7 +65,14 @@ class CacheView:
         return self.count("memory_skips")
 
 
-def media_follows(batch_generator: Any, ids: Sequence[int], length: int) -> bool:
-    """Whether the prompt has media after `length` tokens, where stock does not restore."""
-    ask = getattr(batch_generator, "_apc_suffix_is_text_only", None)
-    return callable(ask) and not ask(list(ids), length)
+def media_in_the_way(
+    batch_generator: Any, ids: Sequence[int], length: int, whole_states: bool
+) -> str:
+    """Why stock does not restore `length` tokens of a prompt with media; empty where media are no reason."""
+    text_follows = getattr(batch_generator, "_apc_suffix_is_text_only", None)
+    if callable(text_follows) and not text_follows(list(ids), length):
+        return MEDIA_FOLLOWS
+    has_media = getattr(batch_generator, "_apc_prefix_has_media_tokens", None)
+    if not whole_states and callable(has_media) and has_media(list(ids), length):
+        return MEDIA_BEFORE
+    return ""

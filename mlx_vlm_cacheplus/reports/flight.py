@@ -110,7 +110,8 @@ class Flight:
         if not self.decoding:
             return 0, NOT_READ
         if self.row is not None:
-            committed = int(self.row.committed)
+            # Of a block cache, what is behind the last whole block is not kept.
+            committed = int(self.row.committed) // self.cache.block * self.cache.block
             return committed, self.row.reason or (None if committed else BROKEN_OFF)
         reason = ONLY_PROMPT if self.draft_model is None else ONLY_PROMPT_DRAFT
         return self._prompt_kept(), reason

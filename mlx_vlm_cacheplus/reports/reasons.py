@@ -10,7 +10,6 @@ from .record import Shortfall
 
 OTHER_TENANT = "the earlier request was another tenant's"
 OTHER_MEDIA = "the earlier request had other media or cache settings"
-MEDIA_FOLLOWS = "media in the rest of the prompt"
 STILL_RUNNING = "the earlier request had not ended"
 NO_MEMORY = "budget: no memory to restore it"
 DROPPED = "budget: the state was dropped"
@@ -33,13 +32,14 @@ def explain_shortfall(
     salt: int | None,
     cache: CacheView,
     refused: bool,
-    has_media_after: Callable[[int], bool],
+    media_in_the_way: Callable[[int], str],
 ) -> Shortfall | None:
     """None where nothing is short. refused: the lookup of this request met the memory budget."""
     missing = missing_tokens(match.length, restored, prompt, cache)
     earlier = match.sequence
     if not missing or earlier is None:
         return None
+    media = media_in_the_way(match.length)
     rules: list[tuple[Callable[[], bool], str]] = [
         (lambda: cache.off is not None, cache.off or ""),
         (lambda: earlier.tenant != tenant, OTHER_TENANT),
@@ -52,7 +52,7 @@ def explain_shortfall(
             lambda: match.length < cache.minimum,
             f"below the minimum of {cache.minimum} tokens",
         ),
-        (lambda: has_media_after(match.length), MEDIA_FOLLOWS),
+        (lambda: bool(media), media),
         (lambda: refused, NO_MEMORY),
         (
             lambda: match.length > max(earlier.prompt, earlier.committed),

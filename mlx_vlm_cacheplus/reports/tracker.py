@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .cache_view import CacheView, media_follows
+from .cache_view import CacheView, media_in_the_way
 from .flight import Flight
 from .history import Ids, Seen, TokenHistory, as_ids
 from .ledger import Ledger
@@ -142,8 +142,8 @@ class Tracker:
             salt=salt,
             cache=flight.cache,
             refused=flight.refused,
-            has_media_after=lambda length: media_follows(
-                generator, ids.tolist(), length
+            media_in_the_way=lambda length: media_in_the_way(
+                generator, ids.tolist(), length, flight.cache.whole_states
             ),
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_vlm_cacheplus.reports import reasons
+from mlx_vlm_cacheplus.reports.cache_view import MEDIA_BEFORE, MEDIA_FOLLOWS
 from mlx_vlm_cacheplus.reports.flight import NOT_READ, ONLY_PROMPT, ONLY_PROMPT_DRAFT
 from mlx_vlm_cacheplus.reports.seams import ROW_FAILED
 from mlx_vlm_cacheplus.reports.tracker import DRAFT_STATE
@@ -20,7 +21,7 @@ def test_a_turn_that_reads_only_what_is_new():
     stage = Stage()
     first = stage.run(0, [1, 2, 3, 4], [5, 6, STOP])
     assert (first["prefilled"], first["new"], first["generated"]) == (4, 4, 3)
-    assert (first["finish"], first["committed"], first["source"]) == ("stop", 7, "none")
+    assert (first["finish"], first["committed"], first["source"]) == ("stop", 4, "none")
     assert (first["id"], first["endpoint"], first["model"]) == ("r0", "/chat", "tiny")
     second = stage.run(1, [1, 2, 3, 4, 5, 6, STOP, 7, 8], [9] * 8, restored=7)
     assert (second["restored"], second["prefilled"], second["new"]) == (7, 2, 2)
@@ -217,7 +218,8 @@ def test_with_a_draft_model_tokens_come_in_rounds():
         ({"salt": 5}, reasons.OTHER_MEDIA),
         ({"skips": 1}, reasons.NO_MEMORY),
         ({"evicted": 1}, reasons.DROPPED),
-        ({"media": True}, reasons.MEDIA_FOLLOWS),
+        ({"media after": 1}, MEDIA_FOLLOWS),
+        ({"media before": 1}, MEDIA_BEFORE),
         ({"off": "no manager"}, "the prefix cache is off"),
         ({"off": "layers"}, "this model's layers cannot be restored"),
         ({}, reasons.NOT_KEPT),
@@ -230,8 +232,9 @@ def test_the_reason_of_a_shortfall(prepare, reason):
         stage.batch_generator.apc = None
         if prepare["off"] == "no manager":
             stage.server.apc_manager = None
-    if "media" in prepare:
-        stage.batch_generator._apc_suffix_is_text_only = lambda ids, length: False
+    follows, before = "media after" in prepare, "media before" in prepare
+    stage.batch_generator._apc_suffix_is_text_only = lambda ids, n: not follows
+    stage.batch_generator._apc_prefix_has_media_tokens = lambda ids, n: before
     stage.manager.stats.evictions += prepare.get("evicted", 0)
 
     def lookup(stats: Any) -> None:
