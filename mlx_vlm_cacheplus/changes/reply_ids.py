@@ -28,7 +28,7 @@ class ReplyIds(Change):
         "the server accepts a reply's ids beside its text, and clients send them"
     )
     requires = ("output-tokens",)
-    marks = ("mlx_vlm.server.reply_ids:respell_inputs",)
+    marks = ("mlx_vlm.generate.reply_ids:respell_inputs",)
 
     def apply(self, patcher: Any) -> None:
         from ..core import reply_ids as core

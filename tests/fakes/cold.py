@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 PRIVATE = ("_rqueue",)
@@ -17,10 +17,12 @@ PRIVATE = ("_rqueue",)
 
 @dataclass
 class ColdRun:
-    """ids[i] is the greedy token after prompt + ids[:i]; gaps[i] its lead over the next one."""
+    """ids[i] is the greedy token after prompt + ids[:i]; gaps[i] its lead over the next
+    one; logprobs[i] its log-probability."""
 
     ids: list[int]
     gaps: list[float]
+    logprobs: list[float] = field(default_factory=list)
 
 
 class ColdModel:
@@ -76,22 +78,23 @@ class ColdModel:
         step_kwargs = {} if deltas is None else {"rope_deltas": deltas}
         result = ColdRun([], [])
         for i in range(n):
-            token, gap = _top(out.logits[0, -1])
+            token, gap, logprob = _top(out.logits[0, -1])
             result.ids.append(token)
             result.gaps.append(gap)
+            result.logprobs.append(logprob)
             fed = token if follow is None or i >= len(follow) else int(follow[i])
             if i + 1 < n:
                 out = language_model(mx.array([[fed]]), cache=cache, **step_kwargs)
         return result
 
 
-def _top(logits: Any) -> tuple[int, float]:
+def _top(logits: Any) -> tuple[int, float, float]:
     import mlx.core as mx
 
     values = logits.astype(mx.float32)
     best = mx.argsort(values)[-2:]
     low, high = values[best].tolist()
-    return int(best[1].item()), high - low
+    return int(best[1].item()), high - low, high - mx.logsumexp(values).item()
 
 
 def first_difference(ids: Sequence[int], cold: ColdRun) -> tuple[int, float] | None:

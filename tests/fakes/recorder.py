@@ -26,11 +26,16 @@ from typing import Any
 
 KEY = "cacheplus_test_key"
 HOLD_SECONDS = 10.0
+SLOW_SECONDS = 0.3
 
 
 @dataclass
 class Record:
-    """One request as the server saw it."""
+    """One request as the server saw it.
+
+    hold_at: the generation thread stands at this token, once, until ``release()``.
+    slow_until: behind it, each token waits a moment for this to become true.
+    """
 
     key: str
     script: list[int] | None = None
@@ -45,6 +50,7 @@ class Record:
     hold_at: int | None = None
     held: threading.Event = field(default_factory=threading.Event)
     release: Callable[[], bool] | None = None
+    slow_until: Callable[[], bool] | None = None
 
 
 class Puppet:
@@ -258,19 +264,13 @@ class Recorder:
                 record.ids.append(int(token))
                 record.finish_reason = finish_reason
                 if record.hold_at == len(record.ids):
-                    self._hold(generator, record)
+                    record.held.set()
+                    _wait(record.release, HOLD_SECONDS)
+                elif record.slow_until is not None and record.held.is_set():
+                    _wait(record.slow_until, SLOW_SECONDS)
             return original(generator, info, token, finish_reason)
 
         return stream_text
-
-    @staticmethod
-    def _hold(generator: Any, record: Record) -> None:
-        record.held.set()
-        deadline = time.monotonic() + HOLD_SECONDS
-        while record.release is not None and time.monotonic() < deadline:
-            if record.release():
-                return
-            time.sleep(0.002)
 
     def _collect(self, original: Any) -> Any:
         def collect_pending_requests(generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,3 +293,9 @@ class Recorder:
             return out
 
         return apply_cancellations
+
+
+def _wait(condition: Callable[[], bool] | None, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while condition is not None and not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)

@@ -31,6 +31,7 @@ Errors of the server are RequestFailed (an AssertionError), with .status and .te
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -198,8 +199,17 @@ class TinyServer:
     def staggered(self, requests: list[tuple[int, dict[str, Any]]]) -> list[Reply]:
         """Send the first; each other joins when the first has emitted that many tokens.
 
-        The generation thread is held there until the newcomer is queued.
+        The generation thread is held there until the newcomer is queued.  Raises if a
+        request fails; ``settled_staggered`` gives the exception in its place.
         """
+        out = self.settled_staggered(requests)
+        for item in out:
+            if isinstance(item, BaseException):
+                raise item
+        return out
+
+    def settled_staggered(self, requests: list[tuple[int, dict[str, Any]]]) -> list:
+        """As ``staggered``, with the exception in the place of a reply that failed."""
         (_, first), *others = requests
         with ThreadPoolExecutor(len(requests)) as pool:
             record = self._expect(first.pop("script", None), first.pop("then", "stop"))
@@ -216,27 +226,52 @@ class TinyServer:
                     record.hold_at = others[i + 1][0]
                 jobs.append(pool.submit(self.chat, **request))
             out = [_outcome(job) for job in jobs]
+        if len(out) != len(requests):
+            raise RequestFailed(0, "the first request ended before the others joined")
+        return out
+
+    def two_groups(
+        self, first: list[dict[str, Any]], after: int, second: list[dict[str, Any]]
+    ) -> list[Reply]:
+        """Send ``first`` at once; send ``second`` at once when its leading request has
+        emitted ``after`` tokens.  Both are admitted together, each group in a batch.
+        """
+        leader, *rest = first
+        record = self._expect(leader.pop("script", None), leader.pop("then", "stop"))
+        record.hold_at = after
+        record.release = lambda: self.generator.requests.qsize() >= len(second)
+        self.recorder.admit_together(len(first))
+        with ThreadPoolExecutor(len(first) + len(second)) as pool:
+            jobs = [pool.submit(self.chat, record=record, **leader)]
+            jobs += [pool.submit(self.chat, **request) for request in rest]
+            if record.held.wait(REQUEST_SECONDS):
+                jobs += [pool.submit(self.chat, **request) for request in second]
+            out = [_outcome(job) for job in jobs]
         for item in out:
             if isinstance(item, BaseException):
                 raise item
-        if len(out) != len(requests):
-            raise RequestFailed(0, "the first request ended before the others joined")
         return out
 
     def cancel(
         self, messages: Any, *, after: int, endpoint: str = "chat", **kw: Any
     ) -> Reply:
-        """Stream, hang up once ``after`` tokens were emitted; see the module's text."""
+        """Stream, hang up once ``after`` tokens were emitted; see the module's text.
+
+        The server notices when it next writes, so that a few more tokens are emitted.
+        """
         path, name, budget = ENDPOINTS[endpoint]
         record = self._expect(kw.pop("script", None), kw.pop("then", "stop"))
         record.hold_at = after
         generator = self.generator
-        record.release = lambda: bool(generator._cancelled)
+        hung_up = threading.Event()
+        record.release = hung_up.is_set
+        record.slow_until = lambda: bool(generator._cancelled)
         body = self._body({name: messages}, record, True, {budget: 64, **kw})
         with self.host.client.stream("POST", path, json=body) as answer:
             _checked_status(answer)
             if not record.held.wait(REQUEST_SECONDS):
                 raise RequestFailed(0, f"ended before {after} tokens were emitted")
+        hung_up.set()
         self.wait_idle()
         return _with_record(Reply(), record)
 
