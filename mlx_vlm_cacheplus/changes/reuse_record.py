@@ -18,6 +18,7 @@ class ReuseRecord(Change):
         Target(GENERATION, "ResponseGenerator.generate"),
         Target(GENERATION, "ResponseGenerator._log_prefill_started"),
         Target(GENERATION, "ResponseGenerator._gpu_embed"),
+        Target(GENERATION, "ResponseGenerator._make_logits_processors"),
         Target(GENERATION, "ResponseGenerator._cancel"),
         Target(GENERATION, "_notify_queues"),
         Target(AR, "BatchGenerator.insert"),
@@ -56,7 +57,8 @@ class ReuseRecord(Change):
         patcher.wrap(
             GENERATION, "ResponseGenerator._log_prefill_started", seams.prefill_started
         )
-        patcher.wrap(GENERATION, "ResponseGenerator._gpu_embed", seams.embed)
+        for step in ("_gpu_embed", "_make_logits_processors"):
+            patcher.wrap(GENERATION, f"ResponseGenerator.{step}", seams.prepare)
         patcher.wrap(GENERATION, "ResponseGenerator._cancel", seams.cancel)
         patcher.wrap(GENERATION, "_notify_queues", seams.notify_queues)
         patcher.wrap(AR, "BatchGenerator.insert", seams.insert)

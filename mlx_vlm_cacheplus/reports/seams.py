@@ -73,18 +73,23 @@ class Seams:
             _safely(lambda: self.tracker.begin(request, model, endpoint, manager))
         return result
 
-    def embed(
+    def prepare(
         self, wrapped: Callable, generator: Any, args: tuple, kwargs: dict
     ) -> Any:
-        """ResponseGenerator._gpu_embed: with row-errors, an error comes out where the ids are read."""
-        result = wrapped(*args, **kwargs)
-        if not hasattr(result[0], "ndim"):
+        """ResponseGenerator._gpu_embed and _make_logits_processors: a request that fails before it is a row.
+
+        With row-errors, an embedding's error comes out later, where the ids are read.
+        """
+        try:
+            result = wrapped(*args, **kwargs)
+        except Exception as problem:
+            text = _describe(problem)
+            _safely(lambda: self.tracker.end_waiting("error", text))
+            raise
+        if isinstance(result, tuple) and not hasattr(result[0], "ndim"):
             error = getattr(result[0], "_error", None)
-            _safely(
-                lambda: self.tracker.end_waiting(
-                    "error", _describe(error) if error else None
-                )
-            )
+            text = _describe(error) if error else ""
+            _safely(lambda: self.tracker.end_waiting("error", text))
         return result
 
     def insert(

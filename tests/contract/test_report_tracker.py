@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +161,23 @@ def test_a_request_that_cannot_be_queued():
     out = stage.last()
     assert (out["finish"], out["prompt"], out["prefilled"]) == ("error", 5, 0)
     assert out["error"] == "ValueError: bad grammar"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["stock", "row-errors"])
+def test_a_request_that_fails_before_it_is_a_row(late):
+    stage = Stage()
+    request = SimpleNamespace(request_id="r", prompt_tokens=5, args=None)
+    stage.seams.prefill_started(lambda *a, **k: {}, stage.server, (request,), {})
+
+    def embed() -> Any:
+        if not late:
+            raise ValueError("bad picture")
+        return SimpleNamespace(_error=ValueError("bad picture")), {}
+
+    with contextlib.suppress(ValueError):
+        stage.seams.prepare(embed, stage.server, (), {})
+    assert stage.count() == 1
+    assert stage.last()["error"] == "ValueError: bad picture"
 
 
 def test_rows_without_a_request_leave_no_record():
