@@ -11,6 +11,7 @@ from ..change import Change
 
 ORDER: tuple[str, ...] = (
     "row-positions",
+    "recurrent-rows",
     "row-errors",
     "output-tokens",
     "reply-ids",

@@ -15,7 +15,7 @@ SLACK = {"dense": BLOCK, "hybrid": 1, "window": 1, "vlm": 1}
 def common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     n = 0
-    for x, y in zip(a, b):
+    for x, y in zip(a, b, strict=False):
         if x != y:
             break
         n += 1

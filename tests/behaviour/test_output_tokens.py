@@ -54,9 +54,9 @@ def test_reply_of_a_client_that_hung_up_is_kept(make_server, model):
     one = server.cancel(ASK, after=34, script=WRITTEN)
     one.text = server.decode(one.ids)
     two = server.chat(next_turn(one), max_tokens=12)
-    assert common(two.prompt_ids, [*one.prompt_ids, *one.ids]) >= len(
-        one.prompt_ids
-    ) + 32
+    assert (
+        common(two.prompt_ids, [*one.prompt_ids, *one.ids]) >= len(one.prompt_ids) + 32
+    )
     assert_reads_only_new(two, [one], model)
     server.assert_cold(two)
 
@@ -72,7 +72,7 @@ def test_rows_of_one_batch_are_all_kept(make_server, model):
         ]
     )
     assert (3, 1) in server.recorder.decode_calls
-    for ask, one in zip(asks, first):
+    for ask, one in zip(asks, first, strict=True):
         two = server.chat([*ask, one.message(), user("more")], max_tokens=8)
         assert follows(two, one)
         assert_reads_only_new(two, first, model)
@@ -85,7 +85,14 @@ def test_row_that_leaves_a_running_batch_is_kept(make_server, model):
     other = [system("Another agent."), user("go")]
     long, one = server.staggered(
         [
-            (0, {"messages": other, "script": " ".join([WRITTEN] * 3), "max_tokens": 120}),
+            (
+                0,
+                {
+                    "messages": other,
+                    "script": " ".join([WRITTEN] * 3),
+                    "max_tokens": 120,
+                },
+            ),
             (4, {"messages": ASK, "script": WRITTEN, "max_tokens": 60}),
         ]
     )

@@ -1,0 +1,38 @@
+"""A warm row of a recurrent model is prefilled by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..change import Change, Target
+
+AR = "mlx_vlm.generate.ar"
+
+
+class RecurrentRows(Change):
+    name = "recurrent-rows"
+    summary = "A warm row of a recurrent model is prefilled by itself"
+    targets = (Target(AR, "BatchGenerator._next"),)
+    why = (
+        "Rows prefilled beside a warm one are padded on the right. Qwen3.5 runs such a batch row by row and loses the "
+        "lengths that mask the padding, so the state of a short row reads padding: its first token is right, the rest "
+        "is not."
+    )
+    upstream = "no issue yet; the cure in the model is to carry `lengths` through Qwen3_5Model's per-row path"
+    remove_when = "a warm and a cold row of different length, prefilled together, give their solo tokens on Qwen3.5"
+    marks = ("mlx_vlm.generate.recurrent_rows:rows_that_fit_together",)
+
+    def apply(self, patcher: Any) -> None:
+        from ..core import recurrent_rows as core
+
+        def advance(original: Any) -> Any:
+            def wrapper(self: Any, **kwargs: Any) -> Any:
+                with core.rows_that_fit_together(self):
+                    return original(self, **kwargs)
+
+            return wrapper
+
+        patcher.replace_method(AR, "BatchGenerator._next", advance)
+
+
+CHANGE = RecurrentRows()

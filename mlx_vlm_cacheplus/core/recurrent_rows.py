@@ -1,0 +1,82 @@
+"""A warm row of a recurrent model is prefilled by itself.
+
+Rows prefilled together with a warm one are padded on the right, so that a short row
+has padding after its last token.  Attention layers roll that padding away when the
+prefill ends.  A recurrent layer cannot: what it has read stays in its state.  It
+needs a mask in every chunk, and models that run a ragged batch row by row
+(``Qwen3_5Model``) lose the mask's lengths on the way.  The row's first token is then
+right, and every later one is not.
+
+Cold rows are padded on the left and are not concerned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_vlm.apc_adapters import Capability
+
+
+@contextlib.contextmanager
+def rows_that_fit_together(generator: Any) -> Iterator[None]:
+    """Admit one row at a time while one that waits is warm and the model recurrent.
+
+    Args:
+        generator: a batch generator about to decide which rows it admits; its
+            ``prefill_batch_size`` is changed for that decision alone.
+    """
+    size = generator.prefill_batch_size
+    waiting = generator._unprocessed_sequences
+    if len(waiting) > 1 and size > 1 and _admits_now(generator):
+        candidates = waiting[:size] if _is_recurrent(generator.apc) else ()
+        if any(_may_be_warm(generator, ids, kw) for _, ids, _, kw, *_ in candidates):
+            generator.prefill_batch_size = 1
+    try:
+        yield
+    finally:
+        generator.prefill_batch_size = size
+
+
+def _admits_now(generator: Any) -> bool:
+    """False where the generator cannot admit anybody, so that nothing is looked up."""
+    decoding = generator._generation_batch
+    held = getattr(decoding, "is_speculative", False) and len(decoding) > 0
+    return (
+        getattr(generator, "apc", None) is not None
+        and generator._prompt_batch is None
+        and not held
+    )
+
+
+def _is_recurrent(coordinator: Any) -> bool:
+    """Whether a layer's state cannot be told which of its inputs were padding."""
+
+    def recurrent(spec: Any) -> bool:
+        return spec.capability == Capability.CHECKPOINT or any(
+            recurrent(child) for child in spec.children
+        )
+
+    return any(recurrent(spec) for spec in coordinator.plan.layer_specs)
+
+
+def _may_be_warm(generator: Any, token_ids: Any, prompt_kwargs: Any) -> bool:
+    """Whether a lookup would find a state for this row; nothing is restored."""
+    manager = generator.apc_manager
+    ids = tuple(token_ids)
+    extra_hash = generator._apc_extra_hash(prompt_kwargs or {})
+    with manager.lock:
+        for entry in manager._exact_cache.values():
+            length = len(entry.token_ids)
+            if entry.extra_hash == extra_hash and ids[:length] == entry.token_ids:
+                return True
+    return manager.disk is not None and bool(
+        manager.disk.find_exact_prefix(
+            ids,
+            extra_hash=extra_hash,
+            max_prefix_tokens=len(ids) - 1,
+            min_prefix_tokens=0,
+            block_size=manager.block_size,
+        )
+    )
