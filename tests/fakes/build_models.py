@@ -1,0 +1,62 @@
+"""Builds the bundled tiny models: ``python tests/fakes/build_models.py``.
+
+Each model is written as a folder that stock's loader and server take as they take
+any other. docs/MODELS.md says what they are for, and what the training costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import List, Optional
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from tests.fakes.modelkit.build import NAMES, build, evaluate  # noqa: E402
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", action="append", choices=NAMES, help="build this model (repeatable)"
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "models", metavar="DIR")
+    parser.add_argument(
+        "--steps", type=int, help="training steps; 0 keeps random weights"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int, metavar="N", help="tokens of one step"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=3e-3, help="highest learning rate"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that prepare batches"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="train for about so long instead"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="train on from the models in DIR"
+    )
+    parser.add_argument(
+        "--evaluate", action="store_true", help="only measure the models in --out"
+    )
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Build, or measure, the models that the command line names."""
+    options = _parser().parse_args(argv)
+    for name in options.only or NAMES:
+        if options.evaluate:
+            evaluate(name, options.out)
+        else:
+            build(name, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
