@@ -154,14 +154,23 @@ def judge(comparison: Comparison, slack: int) -> Verdict:
         reasons.append(
             f"plus prefilled {theirs.prefilled} tokens, stock {ours.prefilled}"
         )
-    mark = "~" if theirs.estimated else ""
     line = (
-        f"{comparison.name}: of {theirs.prompt} prompt tokens {mark}{theirs.new} were new; stock prefilled "
-        f"{ours.prefilled} (re-read ratio {mark}{ours.ratio or 0:.2f}), plus {theirs.prefilled} "
-        f"({mark}{theirs.ratio or 0:.2f}), {ratio:.2f} times fewer; "
-        f"{len(plus) - len(other)} of {len(plus)} replies identical"
+        f"{comparison.name}: {_new(theirs)} of {theirs.prompt} prompt tokens were new. "
+        f"Stock prefilled {_read(ours)}, plus {_read(theirs)}: "
+        f"stock {ratio:.2f} times as many. "
+        f"{len(plus) - len(other)} of {len(plus)} replies are identical."
     )
     return Verdict(not reasons, line, tuple(reasons))
+
+
+def _new(sums: Totals) -> str:
+    return f"{'~' if sums.estimated else ''}{sums.new}"
+
+
+def _read(sums: Totals) -> str:
+    mark = "~" if sums.estimated else ""
+    ratio = f"re-read ratio {mark}{sums.ratio or 0:.2f}"
+    return f"{sums.prefilled}, {mark}{sums.reread} of them again ({ratio})"
 
 
 def write(path: str | Path, comparisons: Sequence[Comparison]) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -26,6 +26,7 @@ from .compare import PLUS, STOCK, Comparison
 from .rows import ESTIMATE, Row
 from .serving import Server, StartFailed
 from .tokens import ModelTokenizer
+from .widen import widened_copy
 from .wire import ServerFault
 
 # Tokens that a turn may compute beyond the new ones: the one that is always computed, or stock's block of 16.
@@ -35,11 +36,12 @@ _DEFAULT = ("hybrid", "dense")
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what its cache may cost a turn."""
+    """A model, what its cache may cost a turn, and whether it is one of ours."""
 
     name: str
     directory: Path
     slack: int
+    bundled: bool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,23 +80,17 @@ def parser() -> argparse.ArgumentParser:
 def cases(names: Sequence[str], slack: int | None) -> list[Case]:
     """The models to show; SessionError when one is not there."""
     found = []
+    ours = Path(__file__).resolve().parents[2] / "tests" / "fakes" / "models"
     for name in names:
-        directory = Path(name)
-        if not directory.is_dir():
-            directory = (
-                Path(__file__).resolve().parents[2]
-                / "tests"
-                / "fakes"
-                / "models"
-                / name
-            )
+        bundled = not Path(name).is_dir()
+        directory = ours / name if bundled else Path(name)
         if not (directory / "config.json").is_file():
             raise session.SessionError(
                 f"no model {name!r}: the bundled models are in the source checkout, below tests/fakes/models; "
                 "run the demo there, or name a model directory with --model"
             )
         allowed = _SLACK.get(directory.name, 16) if slack is None else slack
-        found.append(Case(directory.name, directory.resolve(), allowed))
+        found.append(Case(directory.name, directory.resolve(), allowed, bundled))
     return found
 
 
@@ -110,7 +106,10 @@ class Plan:
 
 
 def run_case(case: Case, plan: Plan) -> Comparison:
-    """Both sides of one model, one server at a time."""
+    """Both sides of one model, one server at a time; a bundled model in float32."""
+    if case.bundled:
+        wide = plan.home / case.name / "model"
+        case = replace(case, directory=widened_copy(case.directory, wide))
     renderer = ModelTokenizer(case.directory)
     result = Comparison(case.name)
     steps = 2 * plan.rounds * len(plan.session.turns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from mlx_vlm_cacheplus.replay import compare, demo
 from mlx_vlm_cacheplus.replay.compare import PLUS, STOCK, Comparison, UnequalWork
 from mlx_vlm_cacheplus.replay.rows import ESTIMATE, REPORT, TOKENIZER, Row, total
 from mlx_vlm_cacheplus.replay.serving import Server, StartFailed
+from mlx_vlm_cacheplus.replay.widen import widened_copy
 
 from .replay_server import FakeServer, WordTokenizer
 
@@ -45,8 +47,10 @@ def test_verdict_gives_the_figures():
     verdict = compare.judge(comparison(), slack=1)
     assert verdict.met and verdict.reasons == ()
     assert verdict.line == (
-        "words: of 57 prompt tokens 20 were new; stock prefilled 31 (re-read ratio 1.55), "
-        "plus 21 (1.05), 1.48 times fewer; 3 of 3 replies identical"
+        "words: 20 of 57 prompt tokens were new. "
+        "Stock prefilled 31, 11 of them again (re-read ratio 1.55), "
+        "plus 21, 1 of them again (re-read ratio 1.05): stock 1.48 times as many. "
+        "3 of 3 replies are identical."
     )
 
 
@@ -208,7 +212,7 @@ def test_demo_shows_both_sides(capsys):
         "1.05",
         "-",
     ]
-    assert "3 of 3 replies identical" in out
+    assert "3 of 3 replies are identical" in out
 
 
 @pytest.mark.parametrize(
@@ -237,11 +241,44 @@ def test_demo_from_end_to_end(
     assert demo.main([*arguments, "--rounds", "2", "--json", str(raw)]) == status
     assert sides == [STOCK, PLUS, PLUS, STOCK]
     out = capsys.readouterr().out
-    assert word in out and "6 of 6 replies identical" in out
+    assert word in out and "6 of 6 replies are identical" in out
     assert [len(json.loads(raw.read_text())[0][side]) for side in (STOCK, PLUS)] == [
         2,
         2,
     ]
+
+
+def test_a_bfloat16_model_becomes_a_float32_one(tmp_path):
+    source = tmp_path / "small"
+    source.mkdir()
+    header = {
+        "__metadata__": {"format": "mlx"},
+        "a": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [4, 7]},
+    }
+    text = json.dumps(header).encode()
+    body = struct.pack("<HH", 0x3FC0, 0xC000) + b"xyz"  # 1.5 and -2.0
+    weights = len(text).to_bytes(8, "little") + text + body
+    (source / "model.safetensors").write_bytes(weights)
+    config = {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "n": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "tokenizer.json").write_text("{}")
+
+    wide = widened_copy(source, tmp_path / "wide")
+
+    data = (wide / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert start % 8 == 0 and data[start + 8 :] == b"xyz"
+    assert struct.unpack("<ff", data[start : start + 8]) == (1.5, -2.0)
+    entries = json.loads(data[8:start])
+    assert entries["a"] == {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    assert entries["b"]["data_offsets"] == [8, 11]
+    assert json.loads((wide / "config.json").read_text()) == {
+        "torch_dtype": "float32",
+        "text_config": {"dtype": "float32"},
+        "n": 1,
+    }
+    assert (wide / "tokenizer.json").read_text() == "{}"
 
 
 def test_raw_rows_are_kept(tmp_path):
