@@ -21,7 +21,7 @@ class Flight:
     """Filled in as the request passes the seams; read once, at its end.
 
     Attributes:
-        request: stock's QueuedGenerationRequest; borrowed for its ids, its tenant and its queue.
+        id, tenant, queue: of stock's QueuedGenerationRequest, which is not kept: it holds pictures.
         uid: the row's number in its batch generator; -1 before it has one.
         ids: the prompt; None until the row is inserted.
         manager: the server's prefix cache, None where it is off; generator: the batch generator of the row.
@@ -31,10 +31,13 @@ class Flight:
         reply: ids fed after the prompt, where there is no ledger.
     """
 
-    request: Any
+    id: str
     model: str
     endpoint: str | None = None
     manager: Any = None
+    tenant: str | None = None
+    queue: Any = None
+    prompt_tokens: int = 0
     generator: weakref.ref[Any] | None = None
     uid: int = -1
     ids: Ids | None = None
@@ -56,21 +59,21 @@ class Flight:
     draft_kind: str | None = None
     draft_before: tuple[Any, ...] | None = None
 
-    @property
-    def id(self) -> str:
-        return str(getattr(self.request, "request_id", None) or self.uid)
-
-    @property
-    def tenant(self) -> str | None:
-        return getattr(getattr(self.request, "args", None), "tenant_id", None)
+    @classmethod
+    def of(cls, request: Any, model: str, endpoint: str | None, manager: Any) -> Flight:
+        return cls(
+            id=str(getattr(request, "request_id", None) or ""),
+            model=model,
+            endpoint=endpoint,
+            manager=manager,
+            tenant=getattr(getattr(request, "args", None), "tenant_id", None),
+            queue=getattr(request, "rqueue", None),
+            prompt_tokens=int(getattr(request, "prompt_tokens", 0) or 0),
+        )
 
     @property
     def prompt(self) -> int:
-        return (
-            int(self.ids.size)
-            if self.ids is not None
-            else int(getattr(self.request, "prompt_tokens", 0) or 0)
-        )
+        return int(self.ids.size) if self.ids is not None else self.prompt_tokens
 
     def prompt_read(self) -> int:
         """Prompt tokens that the cache of this row holds now, restored ones included."""

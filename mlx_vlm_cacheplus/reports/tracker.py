@@ -66,7 +66,7 @@ class Tracker:
     ) -> None:
         """A queued request is taken up. manager: the server's prefix cache, None where it is off."""
         self.end_waiting("error")
-        self._local.waiting = Flight(request, model, endpoint, manager)
+        self._local.waiting = Flight.of(request, model, endpoint, manager)
 
     def insert(self, uid: int, ids: Sequence[int], batch_generator: Any) -> None:
         """The begun request has become row `uid`. A row that stock queues by itself has no request and no record."""
@@ -195,7 +195,7 @@ class Tracker:
         """An error has ended every request that waits on one of these queues."""
         ended = {id(queue) for queue in queues}
         for uid, flight in list(self.flights.items()):
-            if id(getattr(flight.request, "rqueue", None)) in ended:
+            if id(flight.queue) in ended:
                 self.end_row(uid, "error", error=error)
         self.end_waiting("error", error)
 
@@ -211,7 +211,7 @@ class Tracker:
         committed, reason = flight.commit_result()
         ids = flight.all_ids()
         record = ReuseRecord(
-            id=flight.id,
+            id=flight.id or str(flight.uid),
             uid=flight.uid,
             time=round(time.time(), 3),
             model=flight.model,

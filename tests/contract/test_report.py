@@ -236,6 +236,14 @@ def test_a_bad_count_is_a_400_and_another_verb_a_405(client):
     assert client.post(endpoint.PATH).status_code == 405
 
 
+def test_the_documents_name_every_key():
+    text = (Path(__file__).parents[2] / "docs" / "REPORT.md").read_text()
+    in_tables = set(re.findall(r"`(\w+)`", text))
+    missing = {"seq", *record().as_dict(), *Totals().as_dict()} - in_tables
+    assert not missing
+    assert set(Drafter().__dict__) <= in_tables
+
+
 def test_the_report_touches_no_array_of_the_model():
     folder = Path(endpoint.__file__).parent
     for path in folder.glob("*.py"):
