@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.behaviour.sessions import (
-    assert_reads_only_new,
-    common,
-    follows,
-    new_tokens,
-)
+from tests.behaviour.sessions import assert_reads_only_new, common, follows, new_tokens
 from tests.fakes.server import system, user
 
 pytestmark = pytest.mark.change("output-tokens")

@@ -6,9 +6,8 @@ The models answer from records in their prompt; see docs/MODELS.md.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Tuple
 
-NAMES: Tuple[str, ...] = ("dense", "hybrid", "window", "vlm")
+NAMES: tuple[str, ...] = ("dense", "hybrid", "window", "vlm")
 
 
 def model_dir(name: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Dict
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,9 +21,9 @@ from .weights import build_model, randomise, save_model
 __all__ = ["NAMES", "build", "evaluate"]
 
 #: Steps that give the committed weights; see docs/MODELS.md.
-STEPS: Dict[str, int] = {"dense": 2400, "hybrid": 1200, "window": 2400, "vlm": 2400}
+STEPS: dict[str, int] = {"dense": 2400, "hybrid": 1200, "window": 2400, "vlm": 2400}
 BATCH_TOKENS = 3072
-SEEDS: Dict[str, int] = {"dense": 21, "hybrid": 22, "window": 23, "vlm": 24}
+SEEDS: dict[str, int] = {"dense": 21, "hybrid": 22, "window": 23, "vlm": 24}
 
 
 def build(name: str, options: argparse.Namespace) -> None:
@@ -54,7 +53,9 @@ def build(name: str, options: argparse.Namespace) -> None:
     folder = options.out / name
     save_model(folder, model, config, tokenizer)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
-    Console().print(f"{name}: {folder} ({size:.1f} MiB, {steps} steps, {seconds:.0f} s)")
+    Console().print(
+        f"{name}: {folder} ({size:.1f} MiB, {steps} steps, {seconds:.0f} s)"
+    )
     report(name, model)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -11,12 +11,12 @@ from .tokenizer import END, STOP, VOCAB_SIZE
 CONTEXT = 32768
 
 
-def _ids(tokenizer: Tokenizer) -> Dict[str, Any]:
+def _ids(tokenizer: Tokenizer) -> dict[str, Any]:
     end, stop = tokenizer.token_to_id(END), tokenizer.token_to_id(STOP)
     return {"eos_token_id": [end, stop], "pad_token_id": stop}
 
 
-def dense_config(tokenizer: Tokenizer) -> Dict[str, Any]:
+def dense_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """A gemma4 whose layers all attend to everything; its vision tower is minimal."""
     layers = 4
     text = {
@@ -83,7 +83,7 @@ def dense_config(tokenizer: Tokenizer) -> Dict[str, Any]:
     }
 
 
-def hybrid_config(tokenizer: Tokenizer) -> Dict[str, Any]:
+def hybrid_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """A qwen3_5_text: gated delta layers, every second layer full attention."""
     return {
         "model_type": "qwen3_5_text",
@@ -114,7 +114,7 @@ def hybrid_config(tokenizer: Tokenizer) -> Dict[str, Any]:
     }
 
 
-def window_config(tokenizer: Tokenizer) -> Dict[str, Any]:
+def window_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """A gemma3_text: windows of 64 tokens, every fourth layer global."""
     return {
         "model_type": "gemma3_text",
@@ -138,7 +138,7 @@ def window_config(tokenizer: Tokenizer) -> Dict[str, Any]:
     }
 
 
-def vlm_config(tokenizer: Tokenizer) -> Dict[str, Any]:
+def vlm_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """A qwen3_vl with a vision tower of two blocks and pictures of a few tokens."""
     text = {
         "model_type": "qwen3_vl_text",
@@ -195,10 +195,10 @@ CONFIGS = {
     "window": window_config,
     "vlm": vlm_config,
 }
-NAMES: List[str] = list(CONFIGS)
+NAMES: list[str] = list(CONFIGS)
 
 #: How stock's processors cut pictures; models without one need no file.
-PROCESSORS: Dict[str, Dict[str, Any]] = {
+PROCESSORS: dict[str, dict[str, Any]] = {
     "dense": {
         "processor_class": "Gemma4Processor",
         "image_processor": {

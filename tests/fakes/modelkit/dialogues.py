@@ -19,16 +19,17 @@ records at all, its own text back.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 from .words import CODE, KEYS, SENTENCES, VALUES
 
-Record = Tuple[str, Tuple[str, str, str]]
-Message = Dict[str, Any]
-Piece = Tuple[str, bool]
+Record = tuple[str, tuple[str, str, str]]
+Message = dict[str, Any]
+Piece = tuple[str, bool]
 
-LOOKUP_TOOL: Dict[str, Any] = {
+LOOKUP_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "lookup",
@@ -48,13 +49,13 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHXYZ0123456789_-./#éß世"
 class Dialogue:
     """A chat with its right answers, in the form the chat template takes."""
 
-    messages: List[Message] = field(default_factory=list)
-    tools: Optional[List[Dict[str, Any]]] = None
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
     thinking: bool = False
     open_end: bool = False
 
 
-def make_records(rng: random.Random, count: int) -> List[Record]:
+def make_records(rng: random.Random, count: int) -> list[Record]:
     """Draw ``count`` (at most 64) records with different keys."""
     keys = rng.sample(KEYS, count)
     return [(key, tuple(rng.sample(VALUES, 3))) for key in keys]
@@ -90,7 +91,7 @@ def filler_text(rng: random.Random, lines: int) -> str:
 
 def notes_block(rng: random.Random, records: Sequence[Record], filler: int) -> str:
     """Return the records in order, with ``filler`` other lines spread among them."""
-    lines: List[str] = ["Notes:"] + [record_line(record) for record in records]
+    lines: list[str] = ["Notes:"] + [record_line(record) for record in records]
     if rng.random() < 0.5:  # one long text before or after the notes
         extra = [filler_line(rng) for _ in range(filler)]
         cut = rng.randint(0, filler)
@@ -106,8 +107,8 @@ def ask(command: str, keys: Sequence[str] = ()) -> str:
 
 
 def _answer(
-    rng: random.Random, records: List[Record], room: int
-) -> Tuple[str, List[Record]]:
+    rng: random.Random, records: list[Record], room: int
+) -> tuple[str, list[Record]]:
     """Choose a question with an answer of at most about ``room`` tokens."""
     few = max(1, min(len(records), room // 6))
     kind = rng.random()
@@ -119,7 +120,7 @@ def _answer(
     return ask("get:", [record[0] for record in chosen]), chosen
 
 
-def _add_lookup(rng: random.Random, chat: Dialogue, records: List[Record]) -> None:
+def _add_lookup(rng: random.Random, chat: Dialogue, records: list[Record]) -> None:
     known = dict(records)
     key = rng.choice(KEYS)
     values = known.get(key) or tuple(rng.sample(VALUES, 3))
@@ -134,7 +135,7 @@ def _add_lookup(rng: random.Random, chat: Dialogue, records: List[Record]) -> No
 
 
 def _add_turn(
-    rng: random.Random, chat: Dialogue, records: List[Record], text: str, room: int
+    rng: random.Random, chat: Dialogue, records: list[Record], text: str, room: int
 ) -> None:
     question, chosen = _answer(rng, records, room)
     content = f"{text}\n{question}" if text else question
@@ -144,7 +145,7 @@ def _add_turn(
     chat.messages += [{"role": "user", "content": content}, reply]
 
 
-def _loop_turn(rng: random.Random, records: List[Record], room: int) -> List[Message]:
+def _loop_turn(rng: random.Random, records: list[Record], room: int) -> list[Message]:
     few = records[: max(1, min(len(records), room // 12))]
     del records[len(few) :]
     rounds = room // (6 * len(few)) + 1

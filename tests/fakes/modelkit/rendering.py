@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ def shared_tokenizer() -> Tokenizer:
     return build_tokenizer()
 
 
-def _tools_text(tools: List[Dict[str, Any]]) -> str:
+def _tools_text(tools: list[dict[str, Any]]) -> str:
     lines = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "You can call these tools. Each is one line of JSON.\n<tools>"
@@ -34,17 +34,17 @@ def _tools_text(tools: List[Dict[str, Any]]) -> str:
     )
 
 
-def _call_text(call: Dict[str, Any]) -> str:
+def _call_text(call: dict[str, Any]) -> str:
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     head = f'<tool_call>\n{{"name": "{function["name"]}", "arguments": '
     return head + arguments + "}\n</tool_call>"
 
 
-def _assistant_pieces(message: Message, reasons: bool) -> List[Piece]:
+def _assistant_pieces(message: Message, reasons: bool) -> list[Piece]:
     text = message["content"] or ""
     reasoning = message.get("reasoning_content") if reasons else None
-    pieces: List[Piece] = [("<|im_start|>assistant\n", False)]
+    pieces: list[Piece] = [("<|im_start|>assistant\n", False)]
     if reasoning:
         pieces.append(("<think>\n", False))
         text = f"{reasoning}\n</think>\n\n{text}"
@@ -53,9 +53,9 @@ def _assistant_pieces(message: Message, reasons: bool) -> List[Piece]:
     return pieces + [(text, True)]
 
 
-def pieces_of(chat: Dialogue) -> List[Piece]:
+def pieces_of(chat: Dialogue) -> list[Piece]:
     """Cut the rendered chat into (text, is answer) pieces."""
-    pieces: List[Piece] = []
+    pieces: list[Piece] = []
     messages = chat.messages
     last_user = max(i for i, m in enumerate(messages) if m["role"] == "user")
     if chat.tools:
@@ -78,20 +78,20 @@ def pieces_of(chat: Dialogue) -> List[Piece]:
 
 
 @lru_cache(maxsize=200_000)
-def _line_ids(line: str) -> Tuple[int, ...]:
+def _line_ids(line: str) -> tuple[int, ...]:
     return tuple(shared_tokenizer().encode(line, add_special_tokens=False).ids)
 
 
-def encode_text(text: str) -> List[int]:
+def encode_text(text: str) -> list[int]:
     """Encode text line by line; new lines are tokens of their own, so this is exact."""
-    ids: List[int] = []
+    ids: list[int] = []
     lines = text.split("\n")
     for line in lines[:-1]:
         ids += _line_ids(line + "\n")
     return ids + list(_line_ids(lines[-1]))
 
 
-def encode_dialogue(chat: Dialogue, length: int) -> Tuple[np.ndarray, np.ndarray]:
+def encode_dialogue(chat: Dialogue, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and loss weights, both int32/float32 of [length]; longer is cut."""
     pad = shared_tokenizer().token_to_id(STOP)
     ids = np.full(length, pad, dtype=np.int32)

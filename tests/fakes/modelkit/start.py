@@ -11,7 +11,7 @@ largest at the wanted distance. All of it is trained further like any other weig
 
 from __future__ import annotations
 
-from typing import Any, List
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -82,7 +82,7 @@ def _look_back(layer: nn.Module, kind: str) -> None:
     turns = 10000.0 ** (-np.arange(PAIRS) / half)
     keys = np.zeros(size)
     keys[:PAIRS] = 1.0
-    queries: List[np.ndarray] = []
+    queries: list[np.ndarray] = []
     for head in range(attention.q_proj.weight.shape[0] // size):
         query = np.zeros(size)
         query[:PAIRS] = np.cos((head + 1) * turns)

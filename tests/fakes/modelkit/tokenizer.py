@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Dict, List, Tuple
 
 from tokenizers import (
     AddedToken,
@@ -29,7 +28,7 @@ VOCAB_SIZE = 640
 END, STOP = "<|im_end|>", "<|endoftext|>"
 
 #: Control tokens, left out of decoded text.
-SPECIAL: Tuple[str, ...] = (
+SPECIAL: tuple[str, ...] = (
     STOP,
     "<|im_start|>",
     END,
@@ -40,7 +39,7 @@ SPECIAL: Tuple[str, ...] = (
     "<|video|>",
 )
 #: Markers that belong to the text of a reply, so decoding keeps them.
-MARKERS: Tuple[str, ...] = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+MARKERS: tuple[str, ...] = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 # Words take one leading space with them; digits and new lines stand alone.
 SPLIT = r"\n| ?\p{L}+|\d| ?[^\s\p{L}\d]+| +(?= )|\s"
@@ -56,7 +55,7 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     )
 
 
-def _learn_merges(count: int) -> Tuple[Dict[str, int], List[Tuple[str, str]]]:
+def _learn_merges(count: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Learn ``count`` merges from our own text; returns vocabulary and merges."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = _pre_tokenizer()

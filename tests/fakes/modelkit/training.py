@@ -6,8 +6,9 @@ import multiprocessing
 import random
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +26,7 @@ from rich.progress import (
 from .dialogues import Dialogue, sample_dialogue, without_records
 from .rendering import encode_dialogue
 
-Batch = Tuple[np.ndarray, np.ndarray]
+Batch = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Stage:
     records: int
 
 
-CURRICULUM: Tuple[Stage, ...] = (
+CURRICULUM: tuple[Stage, ...] = (
     Stage(0.12, 96, 4),
     Stage(0.12, 128, 8),
     Stage(0.16, 256, 12),
@@ -73,9 +74,9 @@ class ShiftConv(nn.Module):
         return sum(parts)
 
 
-def plan(recipe: Recipe) -> List[Stage]:
+def plan(recipe: Recipe) -> list[Stage]:
     """Return the stage of each step."""
-    stages: List[Stage] = []
+    stages: list[Stage] = []
     for stage in CURRICULUM:
         stages += [stage] * max(1, round(stage.share * recipe.steps))
     return stages[: recipe.steps]
@@ -89,7 +90,7 @@ def make_batch(seed: int, rows: int, length: int, records: int) -> Batch:
     return np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
 
 
-def _batches(recipe: Recipe) -> Iterator[Tuple[Stage, Batch]]:
+def _batches(recipe: Recipe) -> Iterator[tuple[Stage, Batch]]:
     stages = plan(recipe)
     jobs = [
         (
@@ -101,7 +102,7 @@ def _batches(recipe: Recipe) -> Iterator[Tuple[Stage, Batch]]:
         for step, s in enumerate(stages)
     ]
     if not recipe.workers:
-        yield from ((s, make_batch(*job)) for s, job in zip(stages, jobs))
+        yield from ((s, make_batch(*job)) for s, job in zip(stages, jobs, strict=False))
         return
     with multiprocessing.get_context("spawn").Pool(recipe.workers) as pool:
         waiting: Any = deque()
@@ -114,7 +115,7 @@ def _batches(recipe: Recipe) -> Iterator[Tuple[Stage, Batch]]:
 def language_logits(text: nn.Module, ids: mx.array) -> mx.array:
     """Run stock's language model on whole rows; returns [batch, tokens, vocabulary]."""
     rows, size = ids.shape
-    kwargs: Dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if "qwen3" in text.model_type:
         positions = mx.broadcast_to(mx.arange(size)[None], (rows, size))
         if "vl" in text.model_type:
@@ -209,7 +210,7 @@ def steps_for(model: nn.Module, seconds: float, recipe: Recipe) -> int:
 
 def _stepper(
     text: nn.Module, recipe: Recipe
-) -> Tuple[Callable[[mx.array, mx.array], mx.array], Callable[[], Any]]:
+) -> tuple[Callable[[mx.array, mx.array], mx.array], Callable[[], Any]]:
     """Return a training step and what gives the arrays that it changed."""
     warm = max(1, min(100, recipe.steps // 10))
     rate = optim.join_schedules(
@@ -233,7 +234,7 @@ def _stepper(
 
 def measure(
     model: nn.Module, length: int, records: int, rows: int = 16, seed: int = 5
-) -> Tuple[float, float]:
+) -> tuple[float, float]:
     """Return the answer loss of unseen chats with, and without, their records."""
     rng = random.Random(seed)
     chats = [sample_dialogue(rng, length, records) for _ in range(rows)]
@@ -243,7 +244,7 @@ def measure(
     )
 
 
-def _mean_loss(model: nn.Module, chats: List[Dialogue], length: int) -> float:
+def _mean_loss(model: nn.Module, chats: list[Dialogue], length: int) -> float:
     total = count = 0.0
     for chat in chats:
         ids, weights = encode_dialogue(chat, length)

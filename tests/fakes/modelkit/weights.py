@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,7 @@ RANDOM_SCALE = 3.0
 EMBEDDING_SHARE = 0.1
 
 
-def build_model(config: Dict[str, Any]) -> nn.Module:
+def build_model(config: dict[str, Any]) -> nn.Module:
     """Instantiate stock's class for ``config``, as its loader would."""
     config = copy.deepcopy(config)
     package, _ = get_model_and_args(config=config)
@@ -59,7 +59,7 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def save_model(
-    folder: Path, model: nn.Module, config: Dict[str, Any], tokenizer: Tokenizer
+    folder: Path, model: nn.Module, config: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
     """Write all files that stock needs to serve ``model`` from ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,5 +79,5 @@ def save_model(
         _write_json(folder / "processor_config.json", PROCESSORS[kind])
 
 
-def _write_json(path: Path, value: Dict[str, Any]) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")

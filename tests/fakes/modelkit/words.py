@@ -7,9 +7,7 @@ learned from the same text.
 
 from __future__ import annotations
 
-from typing import List
-
-KEYS: List[str] = """
+KEYS: list[str] = """
 amber birch cedar delta ember fjord grove heron indigo jasper kelp laurel
 maple nectar olive pearl quartz raven sage tulip umber violet willow yarrow
 zinnia acorn basil coral daisy elder fern garnet hazel iris jade karst lotus
@@ -18,14 +16,14 @@ yucca zephyr aspen briar clover dune ebony flint gorse holly ivory juniper
 koala lichen meadow
 """.split()
 
-VALUES: List[str] = """
+VALUES: list[str] = """
 fox yak sun owl ant bat cat dog eel fly gnu hen ibis jay kite lynx mole newt
 orca pug quail ram seal toad urchin vole wasp crab zebra ape bear cow deer elk
 frog goat hare ink jug keg lamp moon nail oar pan quill rope star tent urn van
 web axe bell cup drum egg fan gate horn ice jar kit lid
 """.split()
 
-SENTENCES: List[str] = """
+SENTENCES: list[str] = """
 The harbour was quiet and the boats lay on the sand until the tide came back.
 Please read the whole file before you change a line of it.
 A short test that fails is worth more than a long one that passes.
@@ -48,7 +46,7 @@ Snow fell during the night and covered the path to the station.
 The answer should be short, exact, and easy to check.
 """.strip().splitlines()
 
-CODE: List[str] = '''
+CODE: list[str] = '''
 def add(left: int, right: int) -> int:
     """Return the sum of both numbers."""
     return left + right
@@ -76,7 +74,7 @@ import pathlib
 '''.strip().splitlines()
 
 #: Lines that the tokenizer learns its merges from, chat scaffolding included.
-SCAFFOLD: List[str] = """
+SCAFFOLD: list[str] = """
 system
 user
 assistant
@@ -93,6 +91,6 @@ To call one, answer with a block like this:
 """.strip().splitlines()
 
 
-def tokenizer_corpus() -> List[str]:
+def tokenizer_corpus() -> list[str]:
     """Return the lines from which the byte-pair merges are learned."""
     return SCAFFOLD * 6 + SENTENCES * 4 + CODE * 3
