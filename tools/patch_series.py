@@ -1,7 +1,7 @@
 """From changes and edits to the patch series.
 
 A patch is what its change adds to the tree as the patch before it left it: the core
-files byte for byte (imports aside), the call-site edits, and a test file of its own.
+files and a test file of its own, byte for byte (import lines aside), and the call-site edits.
 Generation is deterministic: no times, no hashes of git, three lines of context.
 """
 
@@ -120,7 +120,8 @@ def _add_test(change: Change, tree: Tree) -> None:
             f"{change.name} brings no test: write {TESTS}/{name}, with tiny random "
             "models built in the test"
         )
-    tree.write(f"mlx_vlm/tests/{name}", source.read_text(encoding="utf-8"))
+    text = source.read_text(encoding="utf-8")
+    tree.write(f"mlx_vlm/tests/{name}", formatted(text))
 
 
 # -- text ------------------------------------------------------------------------

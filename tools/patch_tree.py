@@ -157,8 +157,9 @@ def as_upstream(text: str, source: str, target: str, moved: dict[str, str]) -> s
 
 @functools.lru_cache(maxsize=64)
 def formatted(text: str) -> str:
-    """Return a file as upstream's hooks leave it: isort's and black's profile."""
-    return black.format_str(isort.code(text, profile="black"), mode=black.Mode())
+    """Return a file as upstream's hooks, run in upstream's tree, leave it."""
+    ordered = isort.code(text, profile="black", known_first_party=[PACKAGE])
+    return black.format_str(ordered, mode=black.Mode())
 
 
 def code_without_imports(text: str) -> list[str]:

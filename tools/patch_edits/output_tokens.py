@@ -50,8 +50,12 @@ EDITS = [
     ),
     Edit(
         AR,
-        "with mx.stream(self._stream):",
-        "with mx.stream(self._stream), rows_survive_errors(self):",
+        "with mx.stream(self._stream), rows_that_fit_together(self):",
+        "with (\n"
+        "            mx.stream(self._stream),\n"
+        "            rows_survive_errors(self),\n"
+        "            rows_that_fit_together(self),\n"
+        "        ):",
         within="BatchGenerator.next",
     ),
     after(

@@ -1,0 +1,210 @@
+"""The patch series: current, clean, and the same code as the plugin's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mlx_vlm_cacheplus.changes import load_changes
+from mlx_vlm_cacheplus.fingerprint import StockTree
+from tools import make_patches, patch_lint, patch_series, patch_tree
+from tools.patch_tree import Edit, PatchProblem, Tree, after, apply_edit
+
+
+@pytest.fixture(scope="module")
+def stock():
+    folder = make_patches.installed_stock()
+    try:
+        patch_tree.require_pristine(folder, patch_series.VERSION)
+    except PatchProblem as problem:
+        pytest.skip(str(problem))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steps(stock):
+    return patch_series.build_series(stock)
+
+
+@pytest.fixture(scope="module")
+def trees(stock, steps, tmp_path_factory):
+    """The patched package on disk, for each change: the tree that ends with it."""
+    folder = tmp_path_factory.mktemp("patched")
+    return {
+        step.change.name: make_patches.write_tree(
+            steps, stock, folder / step.change.name, step.change.name
+        )
+        for step in steps
+    }
+
+
+def test_every_change_has_its_patch_in_the_order_of_the_changes(steps):
+    names = [change.name for change in load_changes() if change.has_patch]
+    assert [step.change.name for step in steps] == names
+    assert patch_lint.read_series(patch_series.FOLDER) == [f"{n}.patch" for n in names]
+
+
+def test_series_is_current(stock, steps):
+    files = patch_series.generated_files(steps, stock)
+    assert make_patches.stale_files(files, patch_series.FOLDER) == [], "make patches"
+
+
+def test_series_is_generated_alike_twice(stock, steps):
+    again = patch_series.generated_files(patch_series.build_series(stock), stock)
+    assert again == patch_series.generated_files(steps, stock)
+
+
+def test_series_is_clean_and_applies_without_fuzz(stock, steps):
+    assert patch_lint.lint(patch_series.FOLDER, steps, stock) == []
+
+
+def test_core_files_differ_in_import_lines_alone(steps):
+    for step in steps:
+        assert step.core, f"{step.change.name} brings no core file"
+        for source, target in step.core.items():
+            ours = (patch_series.ROOT / source).read_text(encoding="utf-8")
+            theirs = step.after[target]
+            bare = patch_tree.code_without_imports
+            assert bare(ours) == bare(theirs), source
+            assert "cacheplus" not in theirs, f"{target} names the plugin"
+
+
+def test_patches_name_nothing_but_upstream(steps):
+    for step in steps:
+        added = [
+            line
+            for line in patch_series.patch_text(step).splitlines()
+            if line.startswith("+") and "cacheplus" in line.lower()
+        ]
+        assert added == [], step.change.name
+
+
+def test_plugin_finds_each_change_in_the_tree_that_ends_with_it(steps, trees):
+    """And none of the later ones: that is what already_upstream rests on."""
+    names = [step.change.name for step in steps]
+    for step in steps:
+        tree = StockTree(trees[step.change.name])
+        found = [s.change.name for s in steps if s.change.probe(tree)]
+        assert found == names[: names.index(step.change.name) + 1]
+
+
+def test_patched_tree_imports_its_own_modules(steps, trees):
+    last = steps[-1].change.name
+    modules = [
+        target.removesuffix(".py").replace("/", ".")
+        for step in steps
+        for target in step.core.values()
+    ]
+    code = f"import importlib\nfor m in {modules!r}: importlib.import_module(m)\n"
+    code += "import mlx_vlm.server, sys\n"
+    code += "print(sys.modules['mlx_vlm'].__file__)"
+    folder = trees[last].parent
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(folder), "PATH": "", "MLX_VLM_CACHEPLUS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(folder) in done.stdout
+
+
+# -- the tools, on small texts ----------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path):
+    folder = tmp_path / "mlx_vlm"
+    folder.mkdir()
+    text = "class A:\n    def f(self):\n        return 1\n\n    def g(self):\n        return 1\n"
+    (folder / "a.py").write_text(text)
+    return Tree(folder)
+
+
+def test_edit_lands_within_the_function_it_names(small):
+    edit = Edit("mlx_vlm/a.py", "return 1", "return 2", within="A.g")
+    apply_edit(small, edit, "some-change")
+    assert small.read("mlx_vlm/a.py").count("return 2") == 1
+    assert small.read("mlx_vlm/a.py").endswith("return 2\n")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (Edit("mlx_vlm/a.py", "return 1", ""), "occurs 2 times"),
+        (Edit("mlx_vlm/a.py", "return 9", ""), "occurs 0 times"),
+        (after("mlx_vlm/b.py", "x", "y"), "mlx_vlm/b.py does not exist"),
+        (after("mlx_vlm/a.py", "return 1", "", within="A.h"), "has no A.h"),
+    ],
+)
+def test_edit_that_cannot_land_says_where_and_what_to_do(small, edit, words):
+    with pytest.raises(PatchProblem, match="some-change: mlx_vlm/") as problem:
+        apply_edit(small, edit, "some-change")
+    assert words in str(problem.value)
+
+
+def test_other_version_is_refused(stock):
+    with pytest.raises(PatchProblem, match=r"are for mlx-vlm 0\.0\.1"):
+        patch_tree.require_pristine(stock, "0.0.1")
+
+
+def test_edited_stock_is_refused(stock, tmp_path):
+    import shutil
+
+    copy = tmp_path / "mlx_vlm"
+    shutil.copytree(stock, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for info in stock.parent.glob("mlx_vlm-*.dist-info"):
+        shutil.copytree(info, tmp_path / info.name)
+    patch_tree.require_pristine(copy, patch_series.VERSION)
+    with (copy / "apc.py").open("a") as file:
+        file.write("\n# edited\n")
+    with pytest.raises(PatchProblem, match=r"not as published: mlx_vlm/apc\.py differ"):
+        patch_tree.require_pristine(copy, patch_series.VERSION)
+
+
+def test_imports_become_upstreams_relative_ones():
+    text = (
+        "import mlx.core as mx\n\n"
+        "from mlx_vlm.apc import X\n"
+        "from mlx_vlm_cacheplus.core.other import Y\n\n"
+        "A = mx, X, Y\n"
+    )
+    moved = {
+        "mlx_vlm_cacheplus/core/one.py": "mlx_vlm/generate/one.py",
+        "mlx_vlm_cacheplus/core/other.py": "mlx_vlm/generate/other.py",
+    }
+    made = patch_tree.as_upstream(text, *next(iter(moved.items())), moved)
+    assert "from ..apc import X\n" in made and "from .other import Y\n" in made
+    assert patch_tree.code_without_imports(made) == ["A = mx, X, Y"]
+
+
+def test_import_of_a_file_that_no_patch_brings_is_refused():
+    text = "from mlx_vlm_cacheplus.patching import Patcher\n\nA = Patcher\n"
+    source, target = "mlx_vlm_cacheplus/core/one.py", "mlx_vlm/one.py"
+    with pytest.raises(PatchProblem, match="which no patch up to here brings"):
+        patch_tree.as_upstream(text, source, target, {source: target})
+
+
+def test_lint_sees_a_missing_an_extra_and_a_blank(tmp_path):
+    (tmp_path / "series").write_text("a.patch\nb.patch\n")
+    (tmp_path / "a.patch").write_text("")
+    (tmp_path / "c.patch").write_text("")
+    assert patch_lint.check_series(tmp_path) == [
+        "b.patch is in the series and not there",
+        "c.patch is not in the series",
+    ]
+    text = "Subject: x\n@@ -1 +1,2 @@\n a\n+b \n"
+    problems = patch_lint.check_text("a.patch", text)
+    assert any("trailing blanks" in problem for problem in problems)
+    assert any("no Origin field" in problem for problem in problems)
+
+
+def test_insertion_is_shown_with_its_own_end():
+    old = "f(\n    a,\n)\nx = 1\n"
+    new = "f(\n    a,\n)\ng(\n    b,\n)\nx = 1\n"
+    text = "".join(patch_series._diff("mlx_vlm/a.py", old, new))
+    assert "+g(\n+    b,\n+)\n x = 1\n" in text
