@@ -207,6 +207,7 @@ def _lengths(entry: Any, index: int) -> Iterator[int]:
     if children or offset is None or callable(offset):
         return
     if isinstance(offset, mx.array):
-        yield int(offset.reshape(-1)[index if offset.size > 1 else 0].item())
+        length: Any = offset.reshape(-1)[index if offset.size > 1 else 0].item()
+        yield int(length)
     else:
         yield int(offset)

@@ -113,7 +113,7 @@ def step_and_fail_rows(
     while faults:
         owner, error = faults.pop(0)
         uid = _uid_of(owner, batch_gen, active)
-        info = active.pop(uid, None)
+        info = active.pop(uid, None) if uid is not None else None
         if info is None:
             continue
         logger.error("Request %s failed", info.get("request_id", uid), exc_info=error)
@@ -195,7 +195,7 @@ def _settle_prefill(
         logger.warning(
             "%d rows are prefilled again one by one: %s", len(sequences), error
         )
-        alone = getattr(batch_gen, "rows_alone", set())
+        alone: set[int] = getattr(batch_gen, "rows_alone", set())
         batch_gen.rows_alone = alone | {s[0] for s in sequences}
         batch_gen._unprocessed_sequences = sequences + batch_gen._unprocessed_sequences
     else:

@@ -39,7 +39,7 @@ def keeps_positions_on_model(language_model: Any) -> bool:
 
 
 def with_row_positions(
-    model: Any, token_ids: Sequence[int], prompt_kwargs: dict[str, Any] | None
+    model: Any, token_ids: list[int], prompt_kwargs: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """Return the prompt kwargs of one row, completed with that row's positions.
 
@@ -57,6 +57,7 @@ def with_row_positions(
     if not prompt_kwargs or not keeps_positions_on_model(language_model):
         return prompt_kwargs
     parked = _take_parked(language_model, len(token_ids))
+    found: tuple[Any, Any] | None
     if prompt_kwargs.get("position_ids") is not None:
         found = (prompt_kwargs["position_ids"], prompt_kwargs.get("rope_deltas"))
     else:
@@ -122,7 +123,7 @@ def _take_parked(language_model: Any, length: int) -> tuple[Any, Any] | None:
 
 
 def _compute(
-    language_model: Any, token_ids: Sequence[int], prompt_kwargs: dict[str, Any]
+    language_model: Any, token_ids: list[int], prompt_kwargs: dict[str, Any]
 ) -> tuple[Any, Any] | None:
     """Ask the model for the positions of the whole prompt, media grids included."""
     try:
