@@ -40,7 +40,8 @@ def session(server: Any, turns: int = 4) -> dict[str, Any]:
     """A conversation, by length and by stop token in turn."""
     talk, counted = [user(TALK)], []
     for turn in range(turns):
-        script = "lion bear cat" if turn % 2 else None
+        # What a half-trained model writes by itself need not come back as it was.
+        script = "lion bear cat" if turn % 2 else "fox yak owl " * 8
         reply = server.chat(talk, max_tokens=12, script=script, stream=turn % 2 == 0)
         counted.append({**facts(reply), "finish": reply.finish_reason})
         talk = [*talk, reply.message(), user(f"go on {turn}")]
