@@ -1,0 +1,114 @@
+"""When rows of a recurrent model may be prefilled together."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from mlx_vlm.apc_adapters import Capability
+
+from mlx_vlm_cacheplus.core import recurrent_rows as core
+
+RECURRENT = SimpleNamespace(capability=Capability.CHECKPOINT, children=())
+DENSE = SimpleNamespace(capability=None, children=())
+NESTED = SimpleNamespace(capability=None, children=(DENSE, RECURRENT))
+
+
+class Disk:
+    """Holds one prefix."""
+
+    def __init__(self, prefix):
+        self.prefix = tuple(prefix)
+
+    def find_exact_prefix(self, ids, *, max_prefix_tokens, **_):
+        length = len(self.prefix)
+        return length <= max_prefix_tokens and ids[:length] == self.prefix
+
+
+class Generator(SimpleNamespace):
+    """What an admission looks at; prompts are given as lists of ids."""
+
+    def _apc_extra_hash(self, kwargs):
+        return kwargs.get("salt", 0)
+
+
+def make(prompts, known=(), layers=(DENSE, RECURRENT), disk=None, **fields):
+    states = {
+        i: SimpleNamespace(token_ids=tuple(ids), extra_hash=salt)
+        for i, (ids, salt) in enumerate(known)
+    }
+    manager = SimpleNamespace(
+        lock=threading.RLock(), _exact_cache=states, disk=disk, block_size=16
+    )
+    defaults = {
+        "prefill_batch_size": 4,
+        "_unprocessed_sequences": [
+            (uid, ids, 8, {}, None, None) for uid, ids in enumerate(prompts)
+        ],
+        "apc": SimpleNamespace(plan=SimpleNamespace(layer_specs=layers)),
+        "apc_manager": manager,
+        "_prompt_batch": None,
+        "_generation_batch": [],
+    }
+    return Generator(**{**defaults, **fields})
+
+
+def size_inside(generator):
+    with core.rows_that_fit_together(generator):
+        size = generator.prefill_batch_size
+    assert generator.prefill_batch_size == 4
+    return size
+
+
+KNOWN = [((1, 2), 0)]
+COLD = [[5, 6], [7, 8]]
+MIXED = [[5, 6], [1, 2, 3]]
+
+
+def test_cold_rows_go_together():
+    assert size_inside(make(COLD, KNOWN)) == 4
+
+
+@pytest.mark.parametrize("layers", [(RECURRENT,), (DENSE, NESTED)])
+def test_a_warm_row_makes_them_go_alone(layers):
+    assert size_inside(make(MIXED, KNOWN, layers)) == 1
+
+
+def test_a_warm_row_of_another_kind_of_model_does_not():
+    assert size_inside(make(MIXED, KNOWN, (DENSE,))) == 4
+
+
+def test_a_state_under_another_salt_does_not_count():
+    assert size_inside(make(MIXED, [((1, 2), 9)])) == 4
+
+
+def test_a_state_on_disk_counts():
+    assert size_inside(make(MIXED, disk=Disk([1, 2]))) == 1
+    assert size_inside(make(COLD, disk=Disk([1, 2]))) == 4
+
+
+def test_rows_behind_those_that_are_next_do_not_count():
+    waiting = [[5], [6], [7], [8], [1, 2, 3]]
+    assert size_inside(make(waiting, KNOWN)) == 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"apc": None},
+        {"_prompt_batch": object()},
+        {"_generation_batch": type("B", (list,), {"is_speculative": True})([1])},
+        {"_unprocessed_sequences": [(1, [1, 2, 3], 8, {}, None, None)]},
+    ],
+    ids=["no cache", "prefilling", "speculating", "one row"],
+)
+def test_where_nobody_is_admitted_nothing_changes(fields):
+    assert size_inside(make(MIXED, KNOWN, **fields)) == 4
+
+
+def test_the_size_comes_back_after_an_error():
+    generator = make(MIXED, KNOWN)
+    with pytest.raises(ValueError), core.rows_that_fit_together(generator):
+        raise ValueError("prefill")
+    assert generator.prefill_batch_size == 4
