@@ -16,8 +16,12 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,14 +56,34 @@ class Outcome:
         """Return the line of the table."""
         numbers = "".join(f"{self.counts.get(name, 0):>11}" for name in COUNTS)
         verdict = "ok" if self.is_good else f"FAILED (exit {self.code})"
-        return f"{self.label:<22}{numbers}{self.seconds:>9.1f} s  {verdict}"
+        return f"{self.label:<26}{numbers}{self.seconds:>9.1f} s  {verdict}"
+
+
+class NoTree(Exception):
+    """The patch series cannot be made."""
+
+
+_making = threading.Lock()
+
+
+def patched_tree(trees: Path, upto: str | None = None) -> Path:
+    """Return a tree with the patches up to a change, made at first use."""
+    tree = trees / (upto or "all")
+    with _making:
+        if not tree.exists():
+            make_tree(tree, upto)
+    return tree
 
 
 def make_tree(folder: Path, upto: str | None = None) -> None:
     """Write a patched tree."""
     command = [sys.executable, str(ROOT / "tools" / "make_patches.py")]
     command += ["--tree", str(folder), *(["--upto", upto] if upto else [])]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=ROOT
+    )
+    if done.returncode:
+        raise NoTree(done.stderr)
 
 
 def run(label: str, arguments: list[str], environment: dict[str, str]) -> Outcome:
@@ -109,25 +133,28 @@ def run_leg(
 ) -> Outcome:
     """Run one leg, or the part of it that a shorter series has."""
     tree = None
-    if leg in PATCHED:
-        tree = trees / (upto or "all")
-        if not tree.exists():
-            make_tree(tree, upto)
     label = leg if upto is None else f"{leg} upto {upto}"
+    if leg in PATCHED:
+        try:
+            tree = patched_tree(trees, upto)
+        except NoTree as problem:
+            return Outcome(label, 1, 0.0, {}, str(problem))
     arguments = ["tests/behaviour", "-q", "-rfEX", "--timeout", str(TEST_SECONDS)]
     return run(label, [*arguments, *extra], leg_environment(leg, tree, upto))
 
 
 def run_patch_tests(name: str, trees: Path) -> Outcome:
     """Run the tests that go upstream with a patch, on the tree that ends with it."""
-    tree = trees / name
-    if not tree.exists():
-        make_tree(tree, name)
+    label = f"its tests: {name}"
+    try:
+        tree = patched_tree(trees, name)
+    except NoTree as problem:
+        return Outcome(label, 1, 0.0, {}, str(problem))
     file = tree / "mlx_vlm" / "tests" / f"test_{name.replace('-', '_')}.py"
     env = leg_environment("P", tree, name)
     env["PYTHONPATH"] = str(tree)
     arguments = ["-q", "--rootdir", str(tree), "--timeout", str(TEST_SECONDS)]
-    return run(f"its tests: {name}"[:22], [*arguments, str(file)], env)
+    return run(label, [*arguments, str(file)], env)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -140,21 +167,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--legs", default=",".join(LEGS), help="default: %(default)s")
     parser.add_argument("--each-patch", action="store_true")
+    parser.add_argument(
+        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="at once"
+    )
     options = parser.parse_args(words)
     legs = [leg for leg in options.legs.split(",") if leg]
     unknown = set(legs) - set(LEGS)
     if unknown:
         parser.error(f"no such leg: {', '.join(sorted(unknown))}")
-    outcomes = []
     with tempfile.TemporaryDirectory() as work:
         trees = Path(work)
-        for leg in legs:
-            outcomes.append(_told(run_leg(leg, trees, extra)))
+        tasks: list[Callable[[], Outcome]] = [
+            partial(run_leg, leg, trees, extra) for leg in legs
+        ]
         if options.each_patch:
             for name in series():
-                outcomes.append(_told(run_patch_tests(name, trees)))
-                outcomes.append(_told(run_leg("P", trees, extra, name)))
-    print(f"{'leg':<22}" + "".join(f"{name:>11}" for name in COUNTS))
+                tasks.append(partial(run_patch_tests, name, trees))
+                tasks.append(partial(run_leg, "P", trees, extra, name))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            outcomes = list(pool.map(lambda task: _told(task()), tasks))
+    print(f"{'leg':<26}" + "".join(f"{name:>11}" for name in COUNTS))
     print("\n".join(outcome.row() for outcome in outcomes))
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
 

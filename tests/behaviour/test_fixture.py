@@ -67,8 +67,11 @@ def test_staggered_request_joins_a_running_row(make_server):
     server = make_server("dense")
     one, two = server.staggered(
         [
-            (0, {"messages": [user("fox")], "max_tokens": 20}),
-            (5, {"messages": [user("yak")], "max_tokens": 5}),
+            (
+                0,
+                {"messages": [user("fox")], "script": "fox yak " * 9, "max_tokens": 20},
+            ),
+            (5, {"messages": [user("yak")], "script": "fox yak " * 9, "max_tokens": 5}),
         ]
     )
     assert len(one.ids) == 20 and len(two.ids) == 5

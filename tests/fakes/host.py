@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import threading
@@ -80,6 +81,10 @@ class Host:
         self._cold: dict[tuple[str, str | None], ColdModel] = {}
         self._cast_loaded_models()
         self._serve()
+        # Stock collects garbage after every request: what is imported by now need not
+        # be walked through each time.
+        gc.collect()
+        gc.freeze()
 
     def _cast_loaded_models(self) -> None:
         drafters = importlib.import_module("mlx_vlm.speculative.drafters")

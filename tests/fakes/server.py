@@ -124,6 +124,13 @@ class TinyServer:
             key, script=None if ids is None else [int(i) for i in ids], then=then
         )
 
+    def expect_held(self, script: Script, at: int, until: Any) -> Record:
+        """A record for ``chat(record=...)``: its row stands at token ``at`` until
+        ``until()`` is true; ``record.held`` is set meanwhile."""
+        record = self._expect(script, "stop")
+        record.hold_at, record.release = at, until
+        return record
+
     def _ask(
         self,
         endpoint: str,
@@ -219,7 +226,7 @@ class TinyServer:
                 record.release = lambda: self.generator.requests.qsize() > 0
             jobs.append(pool.submit(self.chat, record=record, **first))
             for i, (_, request) in enumerate(others):
-                if not record.held.wait(REQUEST_SECONDS):
+                if not _held(record, jobs[0]):
                     break
                 record.held.clear()
                 if i + 1 < len(others):
@@ -244,7 +251,7 @@ class TinyServer:
         with ThreadPoolExecutor(len(first) + len(second)) as pool:
             jobs = [pool.submit(self.chat, record=record, **leader)]
             jobs += [pool.submit(self.chat, **request) for request in rest]
-            if record.held.wait(REQUEST_SECONDS):
+            if _held(record, jobs[0]):
                 jobs += [pool.submit(self.chat, **request) for request in second]
             out = [_outcome(job) for job in jobs]
         for item in out:
@@ -333,6 +340,15 @@ def _with_record(reply: Reply, record: Record) -> Reply:
     reply.prefilled = record.prefilled
     reply.forwards = list(record.forwards)
     return reply
+
+
+def _held(record: Record, job: Any) -> bool:
+    """Wait until the row stands at its token; False where it ended before."""
+    deadline = time.monotonic() + REQUEST_SECONDS
+    while not record.held.wait(0.01) and time.monotonic() < deadline:
+        if job.done():
+            break
+    return record.held.is_set()
 
 
 def _outcome(job: Any) -> Any:
