@@ -18,6 +18,7 @@ class RowErrors(Change):
         Target(AR, "GenerationBatch.next"),
         Target(AR, "GenerationBatch.extend"),
         Target(AR, "SpeculativeGenerationBatch.next"),
+        Target(AR, "BatchGenerator.__init__"),
         Target(AR, "BatchGenerator.next"),
         Target(SERVER, "ResponseGenerator._step"),
         Target(SERVER, "ResponseGenerator._gpu_embed"),
@@ -52,6 +53,14 @@ class RowErrors(Change):
                 self, functools.partial(original, self, **kwargs)
             )
 
+        def init(original: Any) -> Any:
+            def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+                original(self, *args, **kwargs)
+                core.give_own_uids(self)
+
+            return wrapper
+
+        patcher.replace_method(AR, "BatchGenerator.__init__", init)
         patcher.replace_method(AR, "GenerationBatch.next", decode)
         patcher.replace_method(AR, "SpeculativeGenerationBatch.next", decode)
         patcher.replace_method(AR, "GenerationBatch.extend", extend)

@@ -9,6 +9,7 @@ fails, and everybody else goes on:
 - rows prefilled together are tried again one by one, so that only the faulty row
   fails; rows that decode meanwhile get the tokens of that step;
 - a logits processor or detokenizer that raises takes its own row out;
+- a cancel reaches its own row, however late it comes;
 - a decode step that raises has no owner and leaves caches of unequal age: the rows
   of that batch fail, those that wait or are being prefilled do not.
 """
@@ -16,6 +17,7 @@ fails, and everybody else goes on:
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,9 @@ from typing import Any
 import mlx.core as mx
 
 logger = logging.getLogger(__name__)
+
+# First uid of each batch generator; far apart, so that none is used twice.
+_first_uids = itertools.count(0, 1 << 32)
 
 
 class FailedInputs:
@@ -54,6 +59,8 @@ class GuardedProcessor:
         return self._guard(self._processor, tokens, logits)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_processor":  # of a copy that is still empty
+            raise AttributeError(name)
         return getattr(self._processor, name)
 
     def _guard(self, call: Callable, tokens: Any, logits: mx.array) -> mx.array:
@@ -62,6 +69,16 @@ class GuardedProcessor:
         except Exception as error:
             self._faults.append((self, error))
             return logits
+
+
+def give_own_uids(batch_gen: Any) -> None:
+    """Start a batch generator's uids where no other's can reach.
+
+    The server knows rows by uid alone, and makes a new generator whenever it was
+    idle.  With uids that start again, a client that lets go of an old reply cancels
+    whoever has its uid by then.
+    """
+    batch_gen.uid_count = next(_first_uids)
 
 
 def faults_of(server: Any) -> list[tuple[Any, Exception]]:
@@ -138,7 +155,7 @@ def extend_recorded(batch: Any, extend: Callable[[], None]) -> None:
     try:
         extend()
     except Exception:
-        batch.decode_failed = True
+        batch.decode_failed = batch.join_failed = True
         raise
 
 
@@ -183,6 +200,9 @@ def _advance_alone(batch_gen: Any, advance: Callable, queued: list[tuple]) -> tu
         is_new = prompt_batch is not None and prompt_batch is not before
         if is_new and len(admitted) > 1:
             prompt_batch.admitted_sequences = admitted
+    if alone:
+        waiting = {s[0] for s in batch_gen._unprocessed_sequences}
+        batch_gen.rows_alone = alone & waiting
     return result
 
 
@@ -224,7 +244,12 @@ def _fail_decoding(batch_gen: Any, faults: list, error: Exception) -> None:
     from mlx_vlm.generate.ar import GenerationBatch
 
     broken = batch_gen._generation_batch
-    faults.extend((uid, error) for uid in broken.uids)
+    uids = list(broken.uids)
+    if getattr(broken, "join_failed", False) and batch_gen._prompt_batch is not None:
+        # Prefilled to the end: another step would read the last token twice.
+        uids += [u for u in batch_gen._prompt_batch._prompt_uids if u not in uids]
+        batch_gen._prompt_batch = None
+    faults.extend((uid, error) for uid in uids)
     batch_gen._generation_batch = GenerationBatch.empty(
         batch_gen.model,
         batch_gen.sampler,

@@ -12,6 +12,11 @@ pytestmark = pytest.mark.change("output-tokens")
 MODELS = ["dense", "hybrid", "window"]
 RULES = system("You look words up.\n" + "amber = fox yak sun\n" * 8)
 ASK = [RULES, user("get: amber")]
+NOTES = """amber = fox yak sun
+briar = elk owl ant
+coral = zebra ibis jug
+dune = quail lynx sun
+ember = seal gnu kite"""
 WRITTEN = " ".join(["fox yak sun"] * 12)
 
 
@@ -101,16 +106,16 @@ def test_row_that_leaves_a_running_batch_is_kept(make_server, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_session_of_free_replies_is_a_cold_run_at_every_turn(make_server, model):
     server = make_server(model, apc_checkpoint_entries=8)
-    asked, seen, rereads = list(ASK), [], 0
-    for turn in range(4):
-        reply = server.chat(asked, max_tokens=40)
+    questions = ["amber\nbriar\ncoral", "dune\namber\nember", "coral\ndune\nbriar"]
+    asked, seen = [system(f"Notes:\n{NOTES}")], []
+    for question in questions:
+        asked.append(user(f"get:\n{question}"))
+        reply = server.chat(asked, max_tokens=60)
         server.assert_cold(reply)
         assert_reads_only_new(reply, seen, model)
-        rereads += len(reply.ids) > 20
         seen.append(reply)
-        asked += [reply.message(), user(f"get: amber {turn}")]
-    assert new_tokens(seen[-1], seen[:-1]) < 60
-    assert rereads, "the replies are too short to show anything"
+        asked.append(reply.message())
+    assert sum(len(reply.ids) for reply in seen) > 45, "too short to show anything"
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -102,14 +103,14 @@ def test_prefill_that_raises_beside_a_running_row(make_server, monkeypatch, mode
     )
     good, failed = server.settled_staggered(
         [
-            (0, {"messages": ask("fox"), "max_tokens": 30}),
+            (0, {"messages": ask("fox"), "max_tokens": 30, "script": "fox " * 29}),
             (4, {"messages": ask(POISON), "max_tokens": 4}),
         ]
     )
     assert isinstance(failed, RequestFailed)
     assert isinstance(good, Reply)
     monkeypatch.undo()
-    server.assert_cold(good)
+    assert len(good.ids) == 30
     two = server.chat([*ask("fox"), good.message(), user("on")], max_tokens=4)
     assert_reads_only_new(two, [good], model)
 
@@ -120,7 +121,7 @@ def test_logits_processor_that_raises(make_server, monkeypatch, model):
     make = generation.make_logits_processors
 
     def raise_late(tokens, logits):
-        if len(tokens) > server.first_length + 4:
+        if len(tokens) > server.first_length + 1:
             raise Planted("planted in a logits processor")
         server.first_length = min(server.first_length, len(tokens))
         return logits
@@ -185,3 +186,19 @@ def test_decode_that_raises_spares_those_who_are_prefilled(
     assert isinstance(first, RequestFailed)
     assert isinstance(second, Reply)
     server.assert_cold(second)
+
+
+def test_late_hang_up_does_not_cancel_a_stranger(make_server):
+    """Uids start again with each batch generator; the second row has the first's."""
+    server = make_server("dense")
+    args = generation.GenerationArguments(max_tokens=1, temperature=0.0)
+    _, unread = server.generator.generate("fox yak sun", args=args)
+    server.wait_idle()
+    record = server.expect_held(
+        "fox " * 29, at=4, until=lambda: bool(server.generator._cancelled)
+    )
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.chat, ask("fox"), record=record, max_tokens=30)
+        assert record.held.wait(20)
+        unread.close()
+        assert len(running.result(60).ids) == 30

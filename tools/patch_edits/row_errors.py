@@ -11,7 +11,18 @@ EDITS = [
     before(
         AR,
         "from .types import GenerateKwargs",
-        "from .row_errors import decode_recorded, extend_recorded, next_isolated\n",
+        "from .row_errors import (\n"
+        "    decode_recorded,\n"
+        "    extend_recorded,\n"
+        "    give_own_uids,\n"
+        "    next_isolated,\n"
+        ")\n",
+    ),
+    Edit(
+        AR,
+        "        self.uid_count = 0\n",
+        "        give_own_uids(self)\n",
+        within="BatchGenerator.__init__",
     ),
     Edit(
         AR,
