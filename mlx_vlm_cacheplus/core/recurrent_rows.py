@@ -66,6 +66,9 @@ def _may_be_warm(generator: Any, token_ids: Any, prompt_kwargs: Any) -> bool:
     manager = generator.apc_manager
     ids = tuple(token_ids)
     extra_hash = generator._apc_extra_hash(prompt_kwargs or {})
+    segments = getattr(manager, "segments", None)
+    if segments is not None:
+        return segments.peek(ids, extra_hash) > 0
     with manager.lock:
         for entry in manager._exact_cache.values():
             length = len(entry.token_ids)
