@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-# Two stops closer than this cost more in chunks than they save in reading.
+# A stop of the stride that is closer than this to another costs more in chunks than it
+# saves in reading.  A wanted one is where a later prompt leaves, so it stays.
 NEAREST = 16
 
 
@@ -45,7 +46,7 @@ def rejoin_points(starts: Sequence[int]) -> list[int]:
 def stops(
     wanted: Iterable[int], length: int, stride: int, final: int, media: Collection[int]
 ) -> list[int]:
-    """Order the places and thin them.
+    """Order the places; the stride's are thinned, the wanted ones stay.
 
     Args:
         wanted: places in any order, in tokens.
@@ -54,12 +55,15 @@ def stops(
         final: the last stop, which always stays.
         media: positions of media tokens; no stop lies inside a run of them.
     """
-    grid = range(stride, length, stride) if stride > 0 else ()
     inside = {p for p in media if p - 1 in media}
-    kept: list[int] = []
-    for place in sorted({*wanted, *grid}):
-        near_last = kept and place - kept[-1] < NEAREST
-        if NEAREST <= place <= final - NEAREST and place not in inside:
-            if not near_last:
-                kept.append(place)
-    return [*kept, final] if final > 0 else kept
+    kept = {p for p in wanted if NEAREST <= p < final and p not in inside}
+    kept |= {final} if final > 0 else set()
+    grid = range(stride, min(length, final), stride) if stride > 0 else ()
+    for place in grid:
+        if place not in inside and not _has_near(kept, place):
+            kept.add(place)
+    return sorted(kept)
+
+
+def _has_near(kept: Collection[int], place: int) -> bool:
+    return any(abs(place - other) < NEAREST for other in kept)

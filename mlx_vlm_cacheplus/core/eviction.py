@@ -2,8 +2,8 @@
 
 Pure functions over nodes: no arrays, no clock of their own, no locks.
 
-What is promised: what a request read or wrote last is what is kept, and nothing that
-a request stands on goes.  The order:
+What is promised: what a request read or wrote last is what is kept, and no segment
+that a request stands on goes.  The order:
 
 1. *Superseded end states*: a newer state further down the same conversation covers
    the same text.  A node where conversations part is not superseded, since each
@@ -14,60 +14,87 @@ a request stands on goes.  The order:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
 
-from .segment_tree import Node
+from .segment_tree import Node, SegmentTree
 
 # End states that one conversation keeps: the end of the system text, the last user
 # message, the ends of the last prompts and replies, and places where it was left.
 STATES_PER_PATH = 8
+# Of these, how many of the newest stay however many places were left.
+NEWEST = 4
+
+Loss = tuple[str, SegmentTree, Node]
+Queue = list[tuple[tuple[int, int], int, SegmentTree, Node]]
 
 
-def next_to_go(nodes: Iterable[Node]) -> tuple[str, Node] | None:
-    """The cheapest loss: ("state", node), ("leaf", node), or None if all is in use."""
-    states: list[Node] = []
-    leaves: list[Node] = []
-    for node in nodes:
-        if node.children:
+def losses(trees: Iterable[SegmentTree]) -> Iterator[Loss]:
+    """What to lose, the cheapest first: ("state" or "leaf", its tree, its node).
+
+    One walk over all nodes, then a logarithm of their number a loss.  The caller
+    applies each loss before it asks for the next one.
+    """
+    number = itertools.count()
+    entries = [(_age(n), next(number), tree, n) for tree in trees for n in tree]
+    states: Queue = [e for e in entries if _superseded(e[3])]
+    leaves: Queue = [e for e in entries if _may_go(e[3])]
+    heapify(states)
+    heapify(leaves)
+    while states or leaves:
+        if states:
+            _, _, tree, node = heappop(states)
+            # What superseded it may have gone since.
             if _superseded(node):
-                states.append(node)
-        elif not node.leases:
-            leaves.append(node)
-    if states:
-        return "state", min(states, key=_age)
-    if leaves:
-        return "leaf", min(leaves, key=_age)
-    return None
+                yield "state", tree, node
+            continue
+        _, _, tree, node = heappop(leaves)
+        parent = node.parent
+        yield "leaf", tree, node
+        if parent is not None and _may_go(parent):
+            heappush(leaves, (_age(parent), next(number), tree, parent))
+        for above in _single_way_up(parent):
+            if _superseded(above):
+                heappush(states, (_age(above), next(number), tree, above))
 
 
-def surplus_states(path: list[Node], keep: int = STATES_PER_PATH) -> Iterator[Node]:
+def surplus_states(path: list[Node], keep: int = STATES_PER_PATH) -> list[Node]:
     """Nodes of one path whose end states are beyond what a conversation keeps.
 
-    The first state of the path and the newest ones stay; what lies between goes, the
-    shallowest first.
+    The first state of the path, the newest ones and those where conversations part
+    stay; of what lies between the shallowest go.
     """
     holding = [node for node in path if _has_state(node)]
-    surplus = len(holding) - keep
-    between = [node for node in holding[1:] if len(node.children) == 1]
-    yield from between[: max(0, surplus)]
+    between = [node for node in holding[1:-NEWEST] if len(node.children) == 1]
+    return between[: max(0, len(holding) - keep)]
 
 
 def _has_state(node: Node) -> bool:
-    return node.payload is not None and bool(node.payload.states)
+    return node.payload is not None and node.payload.states is not None
+
+
+def _may_go(node: Node) -> bool:
+    return node.parent is not None and not node.children and not node.leases
 
 
 def _superseded(node: Node) -> bool:
     """A state with exactly one way on, and a newer state on that way."""
-    if not _has_state(node) or len(node.children) != 1:
-        return False
-    below: Node | None = next(iter(node.children.values()))
-    while below is not None:
-        if _has_state(below):
-            return True
-        below = (
-            next(iter(below.children.values())) if len(below.children) == 1 else None
-        )
-    return False
+    return _has_state(node) and any(_has_state(n) for n in _single_way_down(node))
+
+
+def _single_way_down(node: Node) -> Iterator[Node]:
+    """The nodes below, as long as the way does not part."""
+    while len(node.children) == 1:
+        node = next(iter(node.children.values()))
+        yield node
+
+
+def _single_way_up(node: Node | None) -> Iterator[Node]:
+    """This node and those above it, as long as each has one child."""
+    while node is not None and node.parent is not None and len(node.children) == 1:
+        yield node
+        node = node.parent
 
 
 def _age(node: Node) -> tuple[int, int]:

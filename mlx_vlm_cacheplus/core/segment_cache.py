@@ -1,15 +1,17 @@
 """The prefix cache that stands on segment trees.
 
 One :class:`SegmentCache` belongs to one storage manager, so to one model, adapter and
-cache policy.  It has a tree for each salt: nothing is shared across salts.  It finds
-the longest restorable prefix of a prompt, restores it, takes in what a prefill or a
-reply has added, and stays within its budget of bytes.
+cache policy.  It has a tree for each salt and layout: nothing is shared across salts,
+and rows whose layers are stored differently have nothing to share.  It finds the
+longest restorable prefix of a prompt, restores it, takes in what a prefill or a reply
+has added, and stays within its budget of bytes.
 
 A length is restorable if the path to it holds every sliceable layer and, where the
 model has other layers, the segment that ends there holds their end states.
 
 All array work runs on the caller's thread, the generation thread.  The lock covers
-the trees, which other threads read for statistics.
+the trees, which other threads read for statistics.  It is never waited for by
+``nbytes``, which the storage manager reads under a lock of its own.
 """
 
 from __future__ import annotations
@@ -32,13 +34,17 @@ class Hit:
     """A prefix that can be restored.
 
     Attributes:
-        path: the segments that hold it, root first.
-        length: its length in tokens; the last segment may reach further.
+        node: the last segment that holds it, which may reach further.
+        length: its length in tokens.
+        layout: how each leaf of the cache is stored.
+        states: the end states there, which the tree may drop meanwhile.
         lease: keeps the path until the request has taken in what it added.
     """
 
-    path: list[Node]
+    node: Node
     length: int
+    layout: tuple
+    states: list[Any] | None
     lease: Lease
 
 
@@ -57,22 +63,20 @@ class SegmentCache:
         self.evictions = 0
         self.refusals = 0
         self._make_room = make_room or self._evict_for
-        self._trees: dict[int, SegmentTree] = {}
-        self._layouts: dict[int, tuple] = {}
+        self._trees: dict[tuple[int, tuple], SegmentTree] = {}
         self._clock = itertools.count(1)
 
     # -- reading ---------------------------------------------------------------
     @property
     def nbytes(self) -> int:
         """Bytes of all segments, each counted once."""
-        with self.lock:
-            return sum(tree.nbytes for tree in self._trees.values())
+        return sum(tree.nbytes for tree in list(self._trees.values()))
 
     def match(self, ids: Sequence[int], salt: int) -> Match:
         """How far a prompt follows what is known under its salt."""
         with self.lock:
-            tree = self._trees.get(salt)
-            return Match((), 0) if tree is None else tree.match(ids)
+            matches = [tree.match(ids) for _, tree in self._under(salt)]
+        return max(matches, key=lambda match: match.length, default=Match((), 0))
 
     def find(
         self, ids: Sequence[int], salt: int, usable: Callable[[int], bool]
@@ -83,39 +87,43 @@ class SegmentCache:
             usable: whether a prefix of that many tokens may be used (media).
         """
         with self.lock:
-            found = self.match(ids[:-1], salt)
-            for length, count in self._restorable(found, salt):
-                if usable(length):
-                    path = list(found.nodes[:count])
-                    self._touch(path)
-                    return Hit(path, length, Lease(path[-1]))
-        return None
+            found = self._longest(ids[:-1], salt, usable)
+            if found is None:
+                return None
+            length, node, layout = found
+            self._touch(node.path())
+            return Hit(node, length, layout, node.payload.states, Lease(node))
 
     def peek(self, ids: Sequence[int], salt: int) -> int:
         """Length that ``find`` would restore if every length were usable."""
         with self.lock:
-            found = self.match(ids[:-1], salt)
-            return next((length for length, _ in self._restorable(found, salt)), 0)
+            found = self._longest(ids[:-1], salt, lambda length: True)
+            return 0 if found is None else found[0]
 
-    def restore(
-        self, hit: Hit, salt: int, template: Sequence[Any], capacity: int
-    ) -> list[Any]:
+    def restore(self, hit: Hit, template: Sequence[Any], capacity: int) -> list[Any]:
         """Build the single-row cache of a hit; the caller owns it."""
         with self.lock:
-            path = hit.path[-1].path()
-            parts = [node.payload for node in path]
-            layout = self._layouts[salt]
-        return segments.restore(parts, hit.length, layout, template, capacity)
+            parts = [node.payload for node in hit.node.path()]
+        return segments.restore(
+            parts, hit.length, hit.states, hit.layout, template, capacity
+        )
 
-    def _restorable(self, found: Match, salt: int) -> Iterator[tuple[int, int]]:
-        """Restorable lengths of a match with the number of its nodes, longest first."""
-        needs_state = segments.STATE in self._layouts.get(salt, ())
-        if not needs_state and found.length:
-            yield found.length, len(found.nodes)
-            return
-        for count, node in reversed(list(enumerate(found.whole_nodes(), 1))):
-            if node.payload.states is not None:
-                yield node.end, count
+    def _under(self, salt: int) -> list[tuple[tuple, SegmentTree]]:
+        """The layouts and trees of a salt."""
+        return [
+            (layout, tree) for (of, layout), tree in self._trees.items() if of == salt
+        ]
+
+    def _longest(
+        self, ids: Sequence[int], salt: int, usable: Callable[[int], bool]
+    ) -> tuple[int, Node, tuple] | None:
+        found = [
+            (length, node, layout)
+            for layout, tree in self._under(salt)
+            for length, node in _restorable(tree.match(ids), layout)
+            if usable(length)
+        ]
+        return max(found, key=lambda f: f[0], default=None)
 
     # -- writing ---------------------------------------------------------------
     def commit(
@@ -138,17 +146,20 @@ class SegmentCache:
         Returns:
             Whether the tree now holds ``ids``.
         """
+        if not ids:
+            return False
         layout = segments.layout_of(prompt_cache)
         with_state = with_state and segments.STATE in layout
         with self.lock:
-            tree = self._tree(salt, layout)
+            tree = self._trees.get((salt, layout)) or SegmentTree()
             found = tree.match(ids)
             lease = Lease(found.nodes[-1]) if found.nodes else None
             try:
-                if not self._room_for(ids, found, prompt_cache, row):
+                if not self._room_for(tree, ids, found, prompt_cache, with_state):
                     self.refusals += 1
                     return False
-                node = self._grow(tree, ids, found, prompt_cache, row)
+                node = self._grow(tree, ids, found, prompt_cache, row, with_state)
+                self._trees[salt, layout] = tree
                 if with_state and node.payload.states is None:
                     self._keep_state(tree, node, prompt_cache, row)
                 self._touch(node.path())
@@ -165,14 +176,15 @@ class SegmentCache:
         found: Match,
         prompt_cache: Sequence[Any],
         row: int,
+        with_state: bool,
     ) -> Node:
-        if found.length == len(ids):
-            node = tree.node_at(ids)
-            assert node is not None
-            return node
-        spans = segments.capture_span(prompt_cache, row, found.length, len(ids))
-        segments.evaluate(spans)
-        return tree.insert(ids, segments.Segment(len(ids) - found.length, spans))
+        """The node that holds ``ids``; it ends there if a state is to be kept."""
+        if found.length < len(ids):
+            spans = segments.capture_span(prompt_cache, row, found.length, len(ids))
+            return tree.insert(ids, segments.Segment(len(ids) - found.length, spans))
+        node = tree.node_at(ids) if with_state else found.nodes[-1]
+        assert node is not None
+        return node
 
     def _keep_state(
         self, tree: SegmentTree, node: Node, prompt_cache: Sequence[Any], row: int
@@ -189,38 +201,35 @@ class SegmentCache:
         A parent joins while it is shorter than twice its child, so that each token is
         copied a number of times that grows with the logarithm of the path.
         """
-        for surplus in eviction.surplus_states(node.path()):
+        path = node.path()
+        for surplus in eviction.surplus_states(path):
             tree.update(surplus, lambda segment: segment.set_states(None))
-        while True:
-            parent = node.parent
-            if (
-                parent is None
-                or parent.parent is None
-                or len(parent.children) != 1
-                or parent.payload.states is not None
-                or parent.leases
-                or len(parent.ids) >= 2 * len(node.ids)
-            ):
-                return
-            tree.join(node)
+        for lower in path:
+            while (upper := lower.parent) is not None and _should_join(upper, lower):
+                tree.join(lower)
 
     # -- budget ----------------------------------------------------------------
     def evict_to(self, target: int) -> int:
         """Drop what is least useful until ``target`` bytes remain; returns how many."""
-        freed = 0
         with self.lock:
-            while self.nbytes > target:
-                loss = self._lose_one()
-                if not loss:
+            held = before = self.nbytes
+            for kind, tree, node in eviction.losses(self._trees.values()):
+                if held <= target:
                     break
-                freed += loss
-        return freed
+                if kind == "state":
+                    held += tree.update(node, lambda segment: segment.set_states(None))
+                else:
+                    held -= tree.remove(node)
+                self.evictions += 1
+            self._trees = {key: t for key, t in self._trees.items() if t.root.children}
+        return before - held
 
     def clear(self) -> None:
         """Forget everything."""
         with self.lock:
-            self._trees.clear()
-            self._layouts.clear()
+            for tree in self._trees.values():
+                tree.clear()
+            self._trees = {}
 
     def statistics(self) -> dict[str, int]:
         """Counts for the cache's statistics endpoint."""
@@ -241,43 +250,55 @@ class SegmentCache:
             tree.check_invariants()
 
     def _room_for(
-        self, ids: Sequence[int], found: Match, prompt_cache: Sequence[Any], row: int
+        self,
+        tree: SegmentTree,
+        ids: Sequence[int],
+        found: Match,
+        prompt_cache: Sequence[Any],
+        with_state: bool,
     ) -> bool:
         """Make room for the new part of ``ids``; False, and nobody evicted, if the
-        whole path would not fit the budget."""
-        added = segments.span_nbytes(prompt_cache, len(ids) - found.length)
-        added += segments.state_nbytes(prompt_cache)
-        held = sum(node.nbytes for node in found.nodes)
-        return held + added <= self.max_bytes and self._make_room(added)
+        whole path with one end state would not fit the budget."""
+        state = segments.state_nbytes(prompt_cache) if with_state else 0
+        if segments.span_nbytes(prompt_cache, len(ids)) + state > self.max_bytes:
+            return False
+        added = segments.span_nbytes(prompt_cache, len(ids) - found.length) + state
+        if self._make_room(added):
+            return True
+        # All that is left to go are the path's own states, which the new one follows.
+        for node in found.nodes if with_state else ():
+            if node.payload.states is not None and node.end < len(ids):
+                tree.update(node, lambda segment: segment.set_states(None))
+                if self._make_room(added):
+                    return True
+        return False
 
     def _evict_for(self, nbytes: int) -> bool:
         self.evict_to(self.max_bytes - nbytes)
         return self.nbytes + nbytes <= self.max_bytes
 
-    def _lose_one(self) -> int:
-        candidates = [
-            (pick, tree)
-            for tree in self._trees.values()
-            if (pick := eviction.next_to_go(tree)) is not None
-        ]
-        if not candidates:
-            return 0
-        (kind, node), tree = min(
-            candidates, key=lambda c: (c[0][0] == "leaf", c[0][1].last_use)
-        )
-        self.evictions += 1
-        if kind == "state":
-            return -tree.update(node, lambda segment: segment.set_states(None))
-        return tree.remove(node)
-
-    def _tree(self, salt: int, layout: tuple) -> SegmentTree:
-        """The tree of a salt; one of another layout cannot be continued."""
-        if self._layouts.get(salt) != layout:
-            self._trees[salt] = SegmentTree()
-            self._layouts[salt] = layout
-        return self._trees[salt]
-
     def _touch(self, path: Sequence[Node]) -> None:
         now = next(self._clock)
         for node in path:
             node.last_use = now
+
+
+def _restorable(found: Match, layout: tuple) -> Iterator[tuple[int, Node]]:
+    """Restorable lengths of a match with the nodes that hold them."""
+    if segments.STATE not in layout:
+        if found.nodes:
+            yield found.length, found.nodes[-1]
+        return
+    for node in found.whole_nodes():
+        if node.payload.states is not None:
+            yield node.end, node
+
+
+def _should_join(upper: Node, lower: Node) -> bool:
+    return (
+        upper.parent is not None
+        and len(upper.children) == 1
+        and upper.payload.states is None
+        and not upper.leases
+        and len(upper.ids) < 2 * len(lower.ids)
+    )

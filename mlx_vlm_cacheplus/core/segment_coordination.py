@@ -37,7 +37,7 @@ def configure(coordinator: Any, tokenizer: Any, plain_rows: bool) -> None:
         tokenizer: borrowed; gives the special ids at which messages start.
         plain_rows: whether a cold batch of one gets plain caches (no drafter).
     """
-    special = set(getattr(tokenizer, "all_special_ids", None) or ())
+    special: set[int] = set(getattr(tokenizer, "all_special_ids", None) or ())
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     special |= {i for i, token in added.items() if getattr(token, "special", False)}
     coordinator.special_ids = special
@@ -103,7 +103,7 @@ def checkpoint_lengths(
     final = coordinator.checkpoint_len(token_ids, media_token_ids)
     if final <= 0:
         return []
-    special = getattr(coordinator, "special_ids", set()) - media_token_ids
+    special: set[int] = getattr(coordinator, "special_ids", set()) - media_token_ids
     starts = message_starts(token_ids, special)
     left = coordinator.__dict__.get("left_tree_at", {}).get(_key(token_ids), 0)
     media = {i for i, token in enumerate(token_ids) if token in media_token_ids}
@@ -156,7 +156,7 @@ def materialize_single(coordinator: Any, hit: dict) -> list[Any]:
 def _restore(coordinator: Any, pick: dict) -> list[Any]:
     hit: Hit = pick["segments"]
     return coordinator.manager.segments.restore(
-        hit, pick["extra_hash"], coordinator.fresh_cache(), len(pick["full_input_ids"])
+        hit, coordinator.fresh_cache(), len(pick["full_input_ids"])
     )
 
 

@@ -211,6 +211,17 @@ class SegmentTree:
         self.nbytes -= freed
         return freed
 
+    def clear(self) -> None:
+        """Remove every node.
+
+        The way down is cut, so that arrays are freed with the last reference and not
+        by the next collection of cycles; whoever stands on a node keeps its path.
+        """
+        for node in list(self):
+            node.children.clear()
+        self.root.children.clear()
+        self.nbytes = 0
+
     def update(self, node: Node, change: Callable[[Any], None]) -> int:
         """Change a node's payload in place; returns by how many bytes it grew."""
         before = node.nbytes

@@ -33,7 +33,7 @@ Arrays = tuple[mx.array, ...]
 class DenseLayer:
     """Keys and values in floating point."""
 
-    types = (caches.KVCache, caches.BatchKVCache)
+    types: tuple[type, ...] = (caches.KVCache, caches.BatchKVCache)
 
     @staticmethod
     def arrays(entry: Any) -> Arrays:
@@ -43,7 +43,7 @@ class DenseLayer:
     @staticmethod
     def rebuild(arrays: Arrays, length: int, like: Any) -> Any:
         """A single-row cache that owns ``arrays``."""
-        entry = caches.KVCache()
+        entry: Any = caches.KVCache()
         entry.keys, entry.values = arrays
         entry.offset = length
         return entry
@@ -57,7 +57,7 @@ class DenseLayer:
 class QuantizedLayer:
     """Keys and values packed by ``mx.quantize``: (packed, scales, biases) a side."""
 
-    types = (caches.QuantizedKVCache, caches.BatchQuantizedKVCache)
+    types: tuple[type, ...] = (caches.QuantizedKVCache, caches.BatchQuantizedKVCache)
 
     @staticmethod
     def arrays(entry: Any) -> Arrays:
@@ -68,7 +68,7 @@ class QuantizedLayer:
     def rebuild(arrays: Arrays, length: int, like: Any) -> Any:
         """A single-row cache that owns ``arrays``."""
         _, group_size, bits = like
-        entry = caches.QuantizedKVCache(group_size=group_size, bits=bits)
+        entry: Any = caches.QuantizedKVCache(group_size=group_size, bits=bits)
         half = len(arrays) // 2
         entry.keys, entry.values = tuple(arrays[:half]), tuple(arrays[half:])
         entry.offset = length
@@ -82,7 +82,8 @@ class QuantizedLayer:
 
 SLICEABLE = {t: layer for layer in (DenseLayer, QuantizedLayer) for t in layer.types}
 STATE = ("state",)
-# An entry that the model never writes to; a fresh one stands for it.
+# An entry that holds nothing, as one that the model never writes to does; a fresh one
+# stands for it.
 EMPTY = ("empty",)
 
 
@@ -103,10 +104,17 @@ def layout_of(prompt_cache: Sequence[Any]) -> tuple[tuple, ...]:
 
 
 def _kind(leaf: Any) -> tuple:
+    if _is_empty(leaf):
+        return EMPTY
     layer = SLICEABLE.get(type(leaf))
-    if layer is None:
-        return STATE
-    return EMPTY if leaf.keys is None else layer.settings(leaf)
+    return STATE if layer is None else layer.settings(leaf)
+
+
+def _is_empty(leaf: Any) -> bool:
+    try:
+        return bool(leaf.empty())
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 @dataclass
@@ -133,19 +141,42 @@ class Segment:
         self.nbytes += sum(caches.cache_nbytes(s) for s in self.states or ())
 
     def split(self, at: int) -> tuple[Segment, Segment]:
-        """Cut after ``at`` tokens; the end state goes with the tail."""
-        head = [tuple(_part(a, 0, at) for a in s) for s in self.spans]
-        tail = [tuple(_part(a, at, self.tokens) for a in s) for s in self.spans]
-        mx.eval(head, tail)
+        """Cut after ``at`` tokens; the end state goes with the tail.
+
+        This segment gives its arrays up, layer by layer, so that no second copy of
+        the whole is ever held.  After a fault it is whole again.
+        """
+        head: list[Arrays] = []
+        tail: list[Arrays] = []
+        try:
+            for place, span in enumerate(self.spans):
+                head.append(_cut(span, 0, at))
+                tail.append(_cut(span, at, self.tokens))
+                mx.eval(head[-1], tail[-1])
+                self.spans[place] = ()
+        except Exception:
+            for place, parts in enumerate(zip(head, tail, strict=False)):
+                self.spans[place] = self.spans[place] or _side_by_side(*parts)
+            raise
         return Segment(at, head), Segment(self.tokens - at, tail, self.states)
 
     def join(self, tail: Segment) -> Segment:
-        """This segment followed by ``tail``, whose end state remains."""
-        spans = [
-            tuple(mx.concatenate(pair, axis=2) for pair in zip(a, b, strict=False))
-            for a, b in zip(self.spans, tail.spans, strict=False)
-        ]
-        mx.eval(spans)
+        """This segment followed by ``tail``, whose end state remains.
+
+        Both give their arrays up, layer by layer, as in ``split``.
+        """
+        spans: list[Arrays] = []
+        try:
+            for place, parts in enumerate(zip(self.spans, tail.spans, strict=True)):
+                spans.append(_side_by_side(*parts))
+                mx.eval(spans[-1])
+                self.spans[place] = tail.spans[place] = ()
+        except Exception:
+            cut, end = self.tokens, self.tokens + tail.tokens
+            for place, span in enumerate(spans):
+                self.spans[place] = self.spans[place] or _cut(span, 0, cut)
+                tail.spans[place] = tail.spans[place] or _cut(span, cut, end)
+            raise
         return Segment(self.tokens + tail.tokens, spans, tail.states)
 
     def set_states(self, states: list[Any] | None) -> None:
@@ -168,19 +199,22 @@ def capture_span(
     for leaf in leaves(prompt_cache):
         if _kind(leaf) in (STATE, EMPTY):
             continue
-        layer = SLICEABLE[type(leaf)]
-        padding = getattr(leaf, "left_padding", None)
-        first = 0 if padding is None else int(padding[row].item())
-        span = tuple(
-            _part(
-                a[row : row + 1] if a.shape[0] > 1 else a, first + start, first + stop
-            )
-            for a in layer.arrays(leaf)
-        )
-        if any(a.shape[2] != stop - start for a in span):
-            raise ValueError(f"a layer holds fewer than {stop} tokens")
-        spans.append(span)
+        first, last = _extent(leaf, row)
+        if last - first < stop:
+            raise ValueError(f"a layer holds {last - first} of {stop} tokens")
+        arrays = SLICEABLE[type(leaf)].arrays(leaf)
+        of_row = tuple(a[row : row + 1] for a in arrays)
+        spans.append(_cut(of_row, first + start, first + stop))
+    mx.eval(spans)
     return spans
+
+
+def _extent(leaf: Any, row: int) -> tuple[int, int]:
+    """Where the tokens of a row begin and end in a live layer."""
+    padding = getattr(leaf, "left_padding", None)
+    if padding is None:
+        return 0, int(leaf.offset)
+    return int(padding[row].item()), int(leaf._idx)
 
 
 def capture_states(prompt_cache: Sequence[Any], row: int) -> list[Any] | None:
@@ -192,14 +226,29 @@ def capture_states(prompt_cache: Sequence[Any], row: int) -> list[Any] | None:
     for leaf in leaves(prompt_cache):
         if _kind(leaf) != STATE:
             continue
-        source = leaf.extract(row) if callable(getattr(leaf, "extract", None)) else leaf
         copied: list[mx.array] = []
-        state = clone_cache_entry(source, min_capacity_tokens=None, eval_targets=copied)
+        state = clone_cache_entry(
+            _row_of(leaf, row), min_capacity_tokens=None, eval_targets=copied
+        )
         if state is None:
             return None
         mx.eval(copied)
         states.append(state)
     return states
+
+
+def _row_of(leaf: Any, row: int) -> Any:
+    """One row of a layer, as a single-row cache that may share its arrays."""
+    extract = getattr(type(leaf), "extract", None)
+    if isinstance(leaf, caches.ArraysCache):
+        # A model may leave slots empty, which stock's own ``extract`` cannot take.
+        single = type(leaf)(len(leaf.cache))
+        single.cache = [None if a is None else a[row : row + 1] for a in leaf.cache]
+        return single
+    if extract is None or extract is caches.KVCache.extract:
+        # What a subclass has inherited knows nothing of what the subclass adds.
+        return leaf
+    return leaf.extract(row)
 
 
 def span_nbytes(prompt_cache: Sequence[Any], tokens: int) -> int:
@@ -222,14 +271,10 @@ def state_nbytes(prompt_cache: Sequence[Any]) -> int:
     return total
 
 
-def evaluate(spans: list[Arrays]) -> None:
-    """Compute captured spans, which detaches them from the live cache."""
-    mx.eval(spans)
-
-
 def restore(
     segments: Sequence[Segment],
     length: int,
+    states: Sequence[Any] | None,
     layout: Sequence[tuple],
     template: Sequence[Any],
     capacity: int,
@@ -238,8 +283,8 @@ def restore(
 
     Args:
         segments: the path, root first; the last may reach beyond ``length``.
-        length: tokens to restore; where layers have end states, the last segment ends
-            there and holds them.
+        length: tokens to restore.
+        states: the end states at ``length``; None if no layer has one.
         layout: how each leaf is stored.
         template: a fresh cache of the model, which gives the composites; taken.
         capacity: tokens for which room is made, so that the rest of the prompt is
@@ -249,9 +294,9 @@ def restore(
         A prompt cache that owns all its arrays, evaluated.
     """
     out: list[mx.array] = []
-    states = iter(segments[-1].states or ())
+    ends = iter(states or ())
     sliceable = 0
-    restored = []
+    restored: list[Any] = []
     for kind in layout:
         if kind == EMPTY:
             restored.append(None)
@@ -259,13 +304,13 @@ def restore(
         if kind == STATE:
             restored.append(
                 clone_cache_entry(
-                    next(states), min_capacity_tokens=capacity, eval_targets=out
+                    next(ends), min_capacity_tokens=capacity, eval_targets=out
                 )
             )
             continue
         parts = [segment.spans[sliceable] for segment in segments]
         arrays = tuple(
-            _joined(side, length, capacity) for side in zip(*parts, strict=False)
+            _joined(side, length, capacity) for side in zip(*parts, strict=True)
         )
         out.extend(arrays)
         layer = DenseLayer if kind[0] == "dense" else QuantizedLayer
@@ -273,6 +318,16 @@ def restore(
         sliceable += 1
     mx.eval(out)
     return _in_shape_of(template, iter(restored))
+
+
+def _side_by_side(head: Arrays, tail: Arrays) -> Arrays:
+    return tuple(
+        mx.concatenate([a, b], axis=2) for a, b in zip(head, tail, strict=True)
+    )
+
+
+def _cut(span: Arrays, start: int, stop: int) -> Arrays:
+    return tuple(_part(a, start, stop) for a in span)
 
 
 def _part(a: mx.array, start: int, stop: int) -> mx.array:
