@@ -34,7 +34,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import sys
 import tempfile
@@ -50,7 +49,8 @@ import httpx
 
 from mlx_vlm_cacheplus.replay.serving import Server
 from tests.bench import gpu_tables
-from tests.bench.gpu_server import RANDOM, SCRIPT
+from tests.bench.gpu_inputs import SHAPES, Plan, make_model, make_plan
+from tests.bench.gpu_server import SCRIPT
 from tests.fakes.models import NAMES, model_dir
 
 NO_CACHE, STOCK, STOCK_40, PLUS = gpu_tables.SIDES
@@ -61,53 +61,9 @@ ENVIRONMENTS = {
     STOCK_40: {**RAM, "APC_MEMORY_MAX_GB": "40"},
     PLUS: {**RAM, "APC_MEMORY_MAX_GB": "40"},
 }
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense7b": (
-        "hybrid",
-        {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "vocab_size": 32768,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "hybrid4b": (
-        "hybrid",
-        {
-            "hidden_size": 2560,
-            "num_hidden_layers": 32,
-            "full_attention_interval": 4,
-            "intermediate_size": 9216,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "linear_num_value_heads": 32,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "vocab_size": 151936,
-            "rope_parameters": {
-                "type": "default",
-                "mrope_section": [11, 11, 10],
-                "rope_theta": 10000000.0,
-                "partial_rotary_factor": 0.25,
-            },
-        },
-    ),
-}
 SMALL = {"turns": 5, "system": 200, "user": 60, "reply": 12, "rounds": 1, "pairs": 3}
 # One client for all: to make one costs more than a warm turn.
 HTTP = httpx.Client(timeout=600)
-WORDS = "amber fox yak sun river stone lamp north cedar quill mint harbor".split()
 
 
 class BenchServer(Server):
@@ -125,71 +81,6 @@ class BenchServer(Server):
         """This side's cache settings; kernels are compiled in a folder of its own."""
         kept = super().environment() | ENVIRONMENTS[self.side]
         return {**kept, "MLX_PTX_CACHE_DIR": str(self.home / "ptx")}
-
-
-def make_model(shape: str, folder: Path) -> Path:
-    """A model folder whose weights ``gpu_server`` makes; tokenizer of a bundled one."""
-    bundled, changes = SHAPES[shape]
-    source = model_dir(bundled)
-    folder.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.suffix in (".json", ".jinja") and file.name != "config.json":
-            shutil.copyfile(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if changes.get("model_type", config["model_type"]) != config["model_type"]:
-        ends = ("eos_token_id", "pad_token_id", "torch_dtype")
-        config = {key: config[key] for key in ends}
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    (folder / RANDOM).touch()
-    return folder
-
-
-@dataclass
-class Plan:
-    """The recorded session: what the client says and what the model answers.
-
-    Attributes:
-        system, users, replies: texts, measured in tokens of the bundled tokenizer.
-    """
-
-    system: str
-    users: list[str]
-    replies: list[str]
-
-    def messages(self, marker: str, said: Sequence[str]) -> list[dict[str, str]]:
-        """The request of the turn after these replies."""
-        out = [{"role": "system", "content": f"[{marker}]\n{self.system}"}]
-        for user, reply in zip(self.users, said, strict=False):
-            out.append({"role": "user", "content": user})
-            out.append({"role": "assistant", "content": reply})
-        return [*out, {"role": "user", "content": self.users[len(said)]}]
-
-
-def make_plan(options: argparse.Namespace) -> Plan:
-    """Texts of fixed length from a fixed seed."""
-    from tokenizers import Tokenizer
-
-    file = str(model_dir("hybrid") / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
-    cost = {
-        word: len(tokenizer.encode(f" {word}", add_special_tokens=False).ids)
-        for word in WORDS
-    }
-    rng = random.Random(3)
-
-    def text(tokens: int) -> str:
-        words: list[str] = []
-        while tokens > 0:
-            words.append(rng.choice(WORDS))
-            tokens -= cost[words[-1]]
-        return " ".join(words)
-
-    turns = range(options.turns)
-    return Plan(
-        text(options.system),
-        [text(options.user) for _ in turns],
-        [text(options.reply - 1) for _ in turns],
-    )
 
 
 @dataclass
@@ -423,7 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.folder = str(model_dir(options.model))
     else:
         options.folder = options.model
-    session = Session(make_plan(options), options)
+    o = options
+    session = Session(make_plan(o.turns, o.system, o.user, o.reply), o)
 
     def save() -> None:
         if options.json:

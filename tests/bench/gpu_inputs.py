@@ -1,0 +1,123 @@
+"""What the benchmark feeds its servers: models of real size, and the recorded session."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench.gpu_server import RANDOM
+from tests.fakes.models import model_dir
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense7b": (
+        "hybrid",
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "vocab_size": 32768,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hybrid4b": (
+        "hybrid",
+        {
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "full_attention_interval": 4,
+            "intermediate_size": 9216,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_value_heads": 32,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "vocab_size": 151936,
+            "rope_parameters": {
+                "type": "default",
+                "mrope_section": [11, 11, 10],
+                "rope_theta": 10000000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
+}
+WORDS = "amber fox yak sun river stone lamp north cedar quill mint harbor".split()
+
+
+def make_model(shape: str, folder: Path) -> Path:
+    """A model folder whose weights ``gpu_server`` makes; tokenizer of a bundled one."""
+    bundled, changes = SHAPES[shape]
+    source = model_dir(bundled)
+    folder.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja") and file.name != "config.json":
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if changes.get("model_type", config["model_type"]) != config["model_type"]:
+        ends = ("eos_token_id", "pad_token_id", "torch_dtype")
+        config = {key: config[key] for key in ends}
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    (folder / RANDOM).touch()
+    return folder
+
+
+@dataclass
+class Plan:
+    """The recorded session: what the client says and what the model answers.
+
+    Attributes:
+        system, users, replies: texts, measured in tokens of the bundled tokenizer.
+    """
+
+    system: str
+    users: list[str]
+    replies: list[str]
+
+    def messages(self, marker: str, said: Sequence[str]) -> list[dict[str, str]]:
+        """The request of the turn after these replies."""
+        out = [{"role": "system", "content": f"[{marker}]\n{self.system}"}]
+        for user, reply in zip(self.users, said, strict=False):
+            out.append({"role": "user", "content": user})
+            out.append({"role": "assistant", "content": reply})
+        return [*out, {"role": "user", "content": self.users[len(said)]}]
+
+
+def make_plan(turns: int, system: int, user: int, reply: int) -> Plan:
+    """Texts of fixed length in tokens, from a fixed seed; ``reply`` counts its stop."""
+    from tokenizers import Tokenizer
+
+    file = str(model_dir("hybrid") / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    cost = {
+        word: len(tokenizer.encode(f" {word}", add_special_tokens=False).ids)
+        for word in WORDS
+    }
+    rng = random.Random(3)
+
+    def text(tokens: int) -> str:
+        words: list[str] = []
+        while tokens > 0:
+            words.append(rng.choice(WORDS))
+            tokens -= cost[words[-1]]
+        return " ".join(words)
+
+    return Plan(
+        text(system),
+        [text(user) for _ in range(turns)],
+        [text(reply - 1) for _ in range(turns)],
+    )
