@@ -27,7 +27,7 @@ STATES_PER_PATH = 8
 NEWEST = 4
 
 Loss = tuple[str, SegmentTree, Node]
-Queue = list[tuple[tuple[int, int], int, SegmentTree, Node]]
+Queue = list[tuple[tuple[bool, int, int], int, SegmentTree, Node]]
 
 
 def losses(trees: Iterable[SegmentTree]) -> Iterator[Loss]:
@@ -97,6 +97,6 @@ def _single_way_up(node: Node | None) -> Iterator[Node]:
         node = node.parent
 
 
-def _age(node: Node) -> tuple[int, int]:
-    """Least recently used first; of equals the deeper one."""
-    return node.last_use, -node.end
+def _age(node: Node) -> tuple[bool, int, int]:
+    """Least recently used first, of equals the deeper one; before all what is bare."""
+    return node.nbytes > 0, node.last_use, -node.end

@@ -214,7 +214,7 @@ class SegmentCache:
         with self.lock:
             held = before = self.nbytes
             for kind, tree, node in eviction.losses(self._trees.values()):
-                if held <= target:
+                if held <= target and node.nbytes:
                     break
                 if kind == "state":
                     held += tree.update(node, lambda segment: segment.set_states(None))
@@ -300,5 +300,5 @@ def _should_join(upper: Node, lower: Node) -> bool:
         and len(upper.children) == 1
         and upper.payload.states is None
         and not upper.leases
-        and len(upper.ids) < 2 * len(lower.ids)
+        and (len(upper.ids) < 2 * len(lower.ids) or not upper.nbytes)
     )
