@@ -285,7 +285,9 @@ class Layout:
         """End a prefill: right padding becomes left padding."""
         for entry in cache:
             for part in entry if isinstance(entry, tuple) else (entry,):
-                part.finalize()
+                # Stock's windows cannot end a prefill that they took no part in.
+                if not part.empty():
+                    part.finalize()
         return list(cache)
 
     def _in_chunks(self, cache: list[Any], rows: list[list[int]], columns: int, chunk: int) -> list[Any]:
