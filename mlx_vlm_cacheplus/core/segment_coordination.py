@@ -67,8 +67,12 @@ def lookup(
             and (media_allowed or not prefix_has_media(length))
         )
 
-    _remember_divergence(coordinator, token_ids, extra_hash)
-    hit = manager.segments.find(token_ids, extra_hash, usable)
+    try:
+        _remember_divergence(coordinator, token_ids, extra_hash)
+        hit = manager.segments.find(token_ids, extra_hash, usable)
+    except Exception as error:
+        logger.warning("No prefix looked up: %s", error, exc_info=True)
+        hit = None
     with manager.lock:
         if hit is None:
             manager.stats.misses += 1
@@ -124,14 +128,19 @@ def merge_rows(
 ) -> tuple[list[Any] | None, int]:
     """Build the cache of a batch of warm and cold rows.
 
-    A batch of one gets the plain caches that a cold one would have had.
+    A batch of one gets the plain caches that a cold one would have had.  After a
+    fault there are none, and the rows are read cold.
     """
     from mlx_vlm.apc import make_warm_batch_exact_cache_multi
 
-    rows = [
-        coordinator.fresh_cache() if pick is None else _restore(coordinator, pick)
-        for pick in picks
-    ]
+    try:
+        rows = [
+            coordinator.fresh_cache() if pick is None else _restore(coordinator, pick)
+            for pick in picks
+        ]
+    except Exception as error:
+        logger.warning("Nothing restored: %s", error, exc_info=True)
+        return None, 0
     plain = getattr(coordinator, "plain_rows", True)
     if len(rows) == 1 and plain and kv_quant_config is None:
         caches, longest = rows[0], prefix_lens[0]
@@ -146,7 +155,10 @@ def merge_rows(
 
 
 def materialize_single(coordinator: Any, hit: dict) -> list[Any]:
-    """Build the cache of one hit, outside the batch generator."""
+    """Build the cache of one hit, outside the batch generator.
+
+    A fault is raised: the caller has cut the prompt already.
+    """
     row = _restore(coordinator, hit)
     with coordinator.manager.lock:
         coordinator.manager.stats.restored_tokens += hit["prefix_len"]
