@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from mlx_vlm_cacheplus.core.boundaries import NEAREST, message_starts, rejoin_points, stops
+from mlx_vlm_cacheplus.core.boundaries import (
+    NEAREST,
+    message_starts,
+    rejoin_points,
+    stops,
+)
 
 BOS, OPEN, CLOSE, PICTURE = 1, 2, 3, 4
 SPECIAL = {BOS, OPEN, CLOSE}
@@ -50,7 +55,16 @@ def test_no_stop_before_a_few_tokens_nor_at_or_behind_the_final_one():
 
 def test_no_stop_lies_inside_media():
     media = set(range(100, 200))
-    assert stops([150], 1000, 110, 999, media) == [220, 330, 440, 550, 660, 770, 880, 999]
+    assert stops([150], 1000, 110, 999, media) == [
+        220,
+        330,
+        440,
+        550,
+        660,
+        770,
+        880,
+        999,
+    ]
 
 
 def test_a_stop_may_lie_right_before_or_behind_media():

@@ -57,7 +57,12 @@ def test_the_least_recently_used_leaf_goes_first_and_a_shared_prefix_last():
     grow(tree, (1, 2, 3), 2)
     grow(tree, (1, 2, 4), 4)
     grow(tree, (1, 2, 5), 3)
-    assert lose(tree) == [("leaf", 3, 3), ("leaf", 3, 5), ("leaf", 3, 4), ("leaf", 2, 2)]
+    assert lose(tree) == [
+        ("leaf", 3, 3),
+        ("leaf", 3, 5),
+        ("leaf", 3, 4),
+        ("leaf", 2, 2),
+    ]
 
 
 def test_superseded_states_go_before_any_leaf_and_the_newest_stays():
@@ -67,7 +72,11 @@ def test_superseded_states_go_before_any_leaf_and_the_newest_stays():
     grow(tree, (9,), 0)
     # Touched together by the last commit, so the deeper of the superseded ones goes first.
     assert lose(tree, count=3) == [("state", 2, 1), ("state", 1, 0), ("leaf", 1, 9)]
-    assert [n.payload.states is not None for n in tree.match((0, 1, 2)).nodes] == [False, False, True]
+    assert [n.payload.states is not None for n in tree.match((0, 1, 2)).nodes] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_state_where_conversations_part_is_not_superseded_until_one_branch_is_left():
@@ -75,7 +84,12 @@ def test_a_state_where_conversations_part_is_not_superseded_until_one_branch_is_
     grow(tree, (1,), 1, state=True)
     grow(tree, (1, 2), 2, state=True)
     grow(tree, (1, 3), 3, state=True)
-    assert lose(tree) == [("leaf", 2, 2), ("state", 1, 1), ("leaf", 2, 3), ("leaf", 1, 1)]
+    assert lose(tree) == [
+        ("leaf", 2, 2),
+        ("state", 1, 1),
+        ("leaf", 2, 3),
+        ("leaf", 1, 1),
+    ]
 
 
 def test_a_state_whose_successor_has_gone_is_superseded_no_more():

@@ -25,7 +25,14 @@ class Manager(SimpleNamespace):
 
     def __init__(self, budget=1 << 30):
         stats = SimpleNamespace(
-            hits=0, misses=0, matched_tokens=0, restored_tokens=0, stores=0, memory_skips=0, evictions=0, memory_evictions=0
+            hits=0,
+            misses=0,
+            matched_tokens=0,
+            restored_tokens=0,
+            stores=0,
+            memory_skips=0,
+            evictions=0,
+            memory_evictions=0,
         )
         super().__init__(
             lock=threading.RLock(),
@@ -47,7 +54,12 @@ class Manager(SimpleNamespace):
 @pytest.fixture
 def coordinator():
     return SimpleNamespace(
-        enabled=True, is_checkpoint=False, plan=None, manager=Manager(), fresh_cache=DENSE.fresh, plain_rows=True
+        enabled=True,
+        is_checkpoint=False,
+        plan=None,
+        manager=Manager(),
+        fresh_cache=DENSE.fresh,
+        plain_rows=True,
     )
 
 
@@ -103,7 +115,10 @@ def test_statistics_and_commits_do_not_wait_for_each_other(coordinator):
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    writer = threading.Thread(target=lambda: [commit(coordinator, [n, 1, 2, 3]) for n in range(200)], daemon=True)
+    writer = threading.Thread(
+        target=lambda: [commit(coordinator, [n, 1, 2, 3]) for n in range(200)],
+        daemon=True,
+    )
     writer.start()
     writer.join(60)
     done.set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
 from mlx_vlm_cacheplus.core.segment_tree import Lease, Node, SegmentTree, common_prefix
@@ -74,10 +76,31 @@ def test_node_at_gives_a_node_that_ends_there():
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "length"), [((), (), 0), ((1,), (), 0), ((1, 2), (1, 2), 2), ((1, 2), (1, 3), 1), ((1, 2), (1, 2, 3), 2)]
+    ("a", "b", "length"),
+    [
+        ((), (), 0),
+        ((1,), (), 0),
+        ((1, 2), (1, 2), 2),
+        ((1, 2), (1, 3), 1),
+        ((1, 2), (1, 2, 3), 2),
+    ],
 )
 def test_common_prefix(a, b, length):
     assert common_prefix(a, b) == length
+
+
+@given(
+    st.lists(st.integers(0, 2)),
+    st.lists(st.integers(0, 2)),
+    st.lists(st.integers(0, 2)),
+)
+def test_common_prefix_is_what_a_loop_finds(shared, a, b):
+    a, b = (*shared, *a), (*shared, *b)
+    loop = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+        min(len(a), len(b)),
+    )
+    assert common_prefix(a, b) == loop
 
 
 # -- splitting and joining ----------------------------------------------------------
@@ -244,7 +267,9 @@ def test_equal_appends_are_copied_a_logarithmic_number_of_times(monkeypatch):
     cache, turns, step = SegmentCache(ROOM), 64, 4
     for turn in range(1, turns + 1):
         commit(cache, DENSE, tuple(range(turn * step)))
-    assert copied[0] <= turns * step * 6  # 64 = 2 ** 6; a copy each turn would be 32 a token
+    assert (
+        copied[0] <= turns * step * 6
+    )  # 64 = 2 ** 6; a copy each turn would be 32 a token
     assert len(nodes_of(cache)) <= 7
 
 

@@ -52,13 +52,19 @@ class History(RuleBasedStateMachine):
         """The restorable length if nothing was dropped since it was committed."""
         known = [path for under, path in self.committed if under == salt]
         if self.layout.has_states:
-            return max((len(p) for p in known if p == ids[: len(p)] and len(p) < len(ids)), default=0)
+            return max(
+                (len(p) for p in known if p == ids[: len(p)] and len(p) < len(ids)),
+                default=0,
+            )
         return max((common_prefix(p, ids[:-1]) for p in known), default=0)
 
     @property
     def complete(self) -> bool:
         """Whether the cache still has all that the model has."""
-        if any(self.cache.match(ids, salt).length < len(ids) for salt, ids in self.committed):
+        if any(
+            self.cache.match(ids, salt).length < len(ids)
+            for salt, ids in self.committed
+        ):
             return False
         states = sum(node.payload.states is not None for node in nodes_of(self.cache))
         return not self.layout.has_states or states == len(set(self.committed))
@@ -90,15 +96,25 @@ class History(RuleBasedStateMachine):
             row, live = 1, self.layout.left_padded([other, ids, ids[:1]], chunk)
         elif shape == "right padded":
             # The other row's prefill goes on; this one's ends with this chunk.
-            row, live = 1, self.layout.right_padded([[*ids, *other], ids], len(ids), chunk)
+            row, live = 1, self.layout.right_padded(
+                [[*ids, *other], ids], len(ids), chunk
+            )
         else:
             rows = [[*ids, *other], ids]
-            row, live = 1, self.layout.finalize(self.layout.right_padded(rows, len(rows[0]), chunk))
+            row, live = 1, self.layout.finalize(
+                self.layout.right_padded(rows, len(rows[0]), chunk)
+            )
         # A recurrent layer has run over the right padding in one fake, not in a model.
         assert self.cache.commit(ids, salt, live, row)
         self.committed.append((salt, tuple(ids)))
 
-    @rule(base=st.integers(0, 99), cut=st.integers(0, 99), more=SPANS, salt=st.integers(0, 1), keep=st.booleans())
+    @rule(
+        base=st.integers(0, 99),
+        cut=st.integers(0, 99),
+        more=SPANS,
+        salt=st.integers(0, 1),
+        keep=st.booleans(),
+    )
     def find(self, base, cut, more, salt, keep):
         ids = self.prompt(base, cut, more)
         complete = self.complete
@@ -157,7 +173,12 @@ class History(RuleBasedStateMachine):
         tree.update(node, lambda segment: segment.set_states(None))
 
     def pick(self, which, fits):
-        found = [(tree, node) for tree in self.cache._trees.values() for node in tree if fits(node)]
+        found = [
+            (tree, node)
+            for tree in self.cache._trees.values()
+            for node in tree
+            if fits(node)
+        ]
         return found[which % len(found)]
 
     @rule(percent=st.integers(0, 100))
@@ -201,7 +222,10 @@ class History(RuleBasedStateMachine):
 def joinable(node):
     above = node.parent
     return (
-        above.parent is not None and len(above.children) == 1 and above.payload.states is None and not above.leases
+        above.parent is not None
+        and len(above.children) == 1
+        and above.payload.states is None
+        and not above.leases
     )
 
 
@@ -222,7 +246,11 @@ def test_many_random_histories(name):
 
 
 def run_histories(name, examples):
-    machine = type("HistoryOf" + name.title().replace(" ", ""), (History,), {"layout": LAYOUTS[name]})
+    machine = type(
+        "HistoryOf" + name.title().replace(" ", ""),
+        (History,),
+        {"layout": LAYOUTS[name]},
+    )
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -65,7 +65,9 @@ def test_the_operations_of_a_restore_do_not_depend_on_tokens(monkeypatch):
 
 
 def test_a_restore_is_one_concatenation_a_side_however_many_segments(monkeypatch):
-    one, many = calls_of_restore(monkeypatch, 240), calls_of_restore(monkeypatch, 240, parts=6)
+    one, many = calls_of_restore(monkeypatch, 240), calls_of_restore(
+        monkeypatch, 240, parts=6
+    )
     assert one["concatenate"] == many["concatenate"] and many["eval"] == 1
 
 
@@ -76,7 +78,11 @@ def test_a_commit_copies_the_new_tokens_only(monkeypatch):
     live = DENSE.row(ids)
     taken = []
     part = segments._part
-    monkeypatch.setattr(segments, "_part", lambda a, start, stop: taken.append(stop - start) or part(a, start, stop))
+    monkeypatch.setattr(
+        segments,
+        "_part",
+        lambda a, start, stop: taken.append(stop - start) or part(a, start, stop),
+    )
     assert cache.commit(ids, 0, live, 0)
     assert taken == [10] * 4
 
@@ -157,10 +163,22 @@ def test_borrowed_in_turn_stored_arrays_stay_bit_identical(name):
         layout.feed(restored, [[41]])
         layout.feed(restored, [[42, 43]])
         for entry in restored:
-            if not isinstance(entry, tuple) and entry.is_trimmable() and not entry.empty():
+            if (
+                not isinstance(entry, tuple)
+                and entry.is_trimmable()
+                and not entry.empty()
+            ):
                 entry.trim(5)
         layout.feed(restored, [[44]])
-        mx.eval([v for e in restored if not isinstance(e, tuple) for v in vars(e).values() if isinstance(v, mx.array)])
+        mx.eval(
+            [
+                v
+                for e in restored
+                if not isinstance(e, tuple)
+                for v in vars(e).values()
+                if isinstance(v, mx.array)
+            ]
+        )
         assert bytes_of(arrays_of(cache)) == before
 
 
@@ -221,7 +239,9 @@ def test_a_longer_layer_gives_what_was_asked_for():
     DENSE.check(restored, range(10))
 
 
-@pytest.mark.parametrize(("tokens", "room"), [(10, 256), (256, 512), (300, 512), (511, 512), (512, 768)])
+@pytest.mark.parametrize(
+    ("tokens", "room"), [(10, 256), (256, 512), (300, 512), (511, 512), (512, 768)]
+)
 def test_a_restored_layer_has_the_room_of_a_cold_one(tokens, room):
     """A cold cache of ``tokens`` and the prompt's last one has this many places."""
     cache = SegmentCache(ROOM)
@@ -261,7 +281,9 @@ def test_a_window_in_the_middle_of_a_padded_prefill_is_this_rows():
     layout = Layout((Window(),))
     cache = SegmentCache(ROOM)
     ids = tuple(range(1, 12))
-    live = layout.right_padded([(*ids, *range(50, 60)), (*ids, 61, 62)], len(ids), chunk=4)
+    live = layout.right_padded(
+        [(*ids, *range(50, 60)), (*ids, 61, 62)], len(ids), chunk=4
+    )
     assert cache.commit(ids, 0, live, 1)
     _, restored = restore(cache, layout, (*ids, 9))
     layout.check(restored, ids)
@@ -269,14 +291,18 @@ def test_a_window_in_the_middle_of_a_padded_prefill_is_this_rows():
 
 def test_bytes_of_one_row_are_measured_without_padding_or_room():
     live = WIDE.left_padded([(1,) * 50, (2,) * 10])
-    whole = segments.Segment(10, segments.capture_span(live, 1, 0, 10), segments.capture_states(live, 1))
+    whole = segments.Segment(
+        10, segments.capture_span(live, 1, 0, 10), segments.capture_states(live, 1)
+    )
     assert segments.span_nbytes(live, 10) + segments.state_nbytes(live) == whole.nbytes
 
 
 # -- faults -------------------------------------------------------------------------
 @pytest.mark.parametrize("work", ["split", "join"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_after_a_fault_in_a_split_or_join_the_segments_are_whole(monkeypatch, work, layer):
+def test_after_a_fault_in_a_split_or_join_the_segments_are_whole(
+    monkeypatch, work, layer
+):
     layout = Layout((Dense(heads=2), Quantized(), Dense()))
     ids = tuple(range(10))
     cache = SegmentCache(ROOM)
@@ -303,5 +329,3 @@ def test_after_a_fault_in_a_split_or_join_the_segments_are_whole(monkeypatch, wo
         layout.check_stored(held.payload, held.ids)
     _, restored = restore(cache, layout, (*ids, 99))
     layout.check(restored, ids)
-
-

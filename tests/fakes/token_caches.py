@@ -22,7 +22,9 @@ PADDING = -1
 WINDOW = 8
 
 
-def encode(rows: Sequence[Sequence[int]], heads: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+def encode(
+    rows: Sequence[Sequence[int]], heads: int, dim: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of rows of token ids, [rows, heads, tokens, dim]."""
     ids = np.array([list(row) for row in rows], dtype=np.float32)
     head = np.arange(heads, dtype=np.float32)
@@ -31,7 +33,9 @@ def encode(rows: Sequence[Sequence[int]], heads: int, dim: int) -> tuple[np.ndar
 
 
 @lru_cache
-def packed(token: int, heads: int, dim: int, group_size: int, bits: int) -> tuple[np.ndarray, ...]:
+def packed(
+    token: int, heads: int, dim: int, group_size: int, bits: int
+) -> tuple[np.ndarray, ...]:
     """What quantized keys and values hold for one token, [1, heads, 1, packed dim] each."""
     return tuple(
         np.array(part)
@@ -76,7 +80,11 @@ class Dense(Layer):
     sliceable = True
 
     def make(self, left_padding=None):
-        return stock.KVCache() if left_padding is None else stock.BatchKVCache(left_padding)
+        return (
+            stock.KVCache()
+            if left_padding is None
+            else stock.BatchKVCache(left_padding)
+        )
 
     def feed(self, entry, rows):
         entry.update_and_fetch(*map(mx.array, encode(rows, self.heads, self.dim)))
@@ -85,7 +93,9 @@ class Dense(Layer):
         assert type(entry) is stock.KVCache
         assert entry.offset == len(ids)
         assert entry.keys.shape[2] % entry.step == 0
-        self.check_span([np.array(a)[..., : len(ids), :] for a in (entry.keys, entry.values)], ids)
+        self.check_span(
+            [np.array(a)[..., : len(ids), :] for a in (entry.keys, entry.values)], ids
+        )
 
     def check_span(self, arrays, ids):
         for got, want in zip(arrays, encode([ids], self.heads, self.dim), strict=True):
@@ -112,14 +122,22 @@ class Quantized(Layer):
 
     def check(self, entry, ids):
         assert type(entry) is stock.QuantizedKVCache
-        assert (entry.offset, entry.group_size, entry.bits) == (len(ids), self.group_size, self.bits)
-        self.check_span([np.array(a)[..., : len(ids), :] for a in (*entry.keys, *entry.values)], ids)
+        assert (entry.offset, entry.group_size, entry.bits) == (
+            len(ids),
+            self.group_size,
+            self.bits,
+        )
+        self.check_span(
+            [np.array(a)[..., : len(ids), :] for a in (*entry.keys, *entry.values)], ids
+        )
 
     def check_span(self, arrays, ids):
         kinds = self.heads, self.dim, self.group_size, self.bits
         wanted = zip(*(packed(token, *kinds) for token in ids), strict=True)
         for got, parts in zip(arrays, wanted, strict=True):
-            assert np.array_equal(np.array(got), np.concatenate(parts, axis=2)), f"not the tokens {list(ids)}"
+            assert np.array_equal(
+                np.array(got), np.concatenate(parts, axis=2)
+            ), f"not the tokens {list(ids)}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +152,9 @@ class Recurrent(Layer):
 
     def feed(self, entry, rows):
         before = [[0, 0]] * len(rows) if entry[0] is None else entry[0].tolist()
-        after = [fold(row, tuple(state)) for row, state in zip(rows, before, strict=True)]
+        after = [
+            fold(row, tuple(state)) for row, state in zip(rows, before, strict=True)
+        ]
         entry[0] = mx.array(after, dtype=mx.int32)
         if self.both:
             entry[1] = mx.array([[[seen] * 4] for seen, _ in after], dtype=mx.float32)
@@ -168,10 +188,16 @@ class Window(Layer):
         assert type(entry) is stock.RotatingKVCache
         assert (entry.offset, entry.max_size) == (len(ids), self.size)
         seen = min(len(ids), self.size - 1)
-        for side, want in zip((entry.keys, entry.values), encode([ids[-seen:]], self.heads, self.dim), strict=True):
+        for side, want in zip(
+            (entry.keys, entry.values),
+            encode([ids[-seen:]], self.heads, self.dim),
+            strict=True,
+        ):
             held = np.array(entry._temporal_order(side))
             assert held.shape[2] >= seen
-            assert np.array_equal(held[..., -seen:, :], want), f"not the tokens {list(ids[-seen:])}"
+            assert np.array_equal(
+                held[..., -seen:, :], want
+            ), f"not the tokens {list(ids[-seen:])}"
 
 
 @dataclass(frozen=True)
@@ -238,12 +264,18 @@ class Layout:
             layer.check(entry, ids)
 
     def leaves(self) -> list[Layer]:
-        return [leaf for layer in self.layers for leaf in getattr(layer, "layers", (layer,))]
+        return [
+            leaf for layer in self.layers for leaf in getattr(layer, "layers", (layer,))
+        ]
 
     @property
     def spans(self) -> list[Layer]:
         """The layers whose tokens are stored one by one."""
-        return [leaf for leaf in self.leaves() if leaf.sliceable and not isinstance(leaf, Unused)]
+        return [
+            leaf
+            for leaf in self.leaves()
+            if leaf.sliceable and not isinstance(leaf, Unused)
+        ]
 
     @property
     def has_states(self) -> bool:
@@ -267,10 +299,14 @@ class Layout:
         longest = max(map(len, rows))
         padding = [longest - len(row) for row in rows]
         cache = self.fresh(padding)
-        padded = [[PADDING] * n + list(row) for n, row in zip(padding, rows, strict=True)]
+        padded = [
+            [PADDING] * n + list(row) for n, row in zip(padding, rows, strict=True)
+        ]
         return self._in_chunks(cache, padded, longest, chunk)
 
-    def right_padded(self, rows: Sequence[Sequence[int]], columns: int, chunk: int = 0) -> list[Any]:
+    def right_padded(
+        self, rows: Sequence[Sequence[int]], columns: int, chunk: int = 0
+    ) -> list[Any]:
         """The caches of a batch in the middle of a prefill, after some columns."""
         longest = max(map(len, rows))
         padding = [longest - len(row) for row in rows]
@@ -278,7 +314,9 @@ class Layout:
         for entry in cache:
             for part in entry if isinstance(entry, tuple) else (entry,):
                 part.prepare(right_padding=padding, lengths=list(map(len, rows)))
-        padded = [list(row) + [PADDING] * n for n, row in zip(padding, rows, strict=True)]
+        padded = [
+            list(row) + [PADDING] * n for n, row in zip(padding, rows, strict=True)
+        ]
         return self._in_chunks(cache, padded, columns, chunk)
 
     def finalize(self, cache: Sequence[Any]) -> list[Any]:
@@ -290,7 +328,9 @@ class Layout:
                     part.finalize()
         return list(cache)
 
-    def _in_chunks(self, cache: list[Any], rows: list[list[int]], columns: int, chunk: int) -> list[Any]:
+    def _in_chunks(
+        self, cache: list[Any], rows: list[list[int]], columns: int, chunk: int
+    ) -> list[Any]:
         for start in range(0, columns, chunk or max(1, columns)):
             stop = min(columns, start + (chunk or columns))
             self.feed(cache, [row[start:stop] for row in rows])
@@ -307,7 +347,9 @@ LAYOUTS: dict[str, Layout] = {
     "lists of dense and recurrent": Layout((Composite((Dense(heads=2), Recurrent())),)),
     "tuples": Layout((Composite((Dense(), Recurrent()), as_tuple=True), Dense())),
     "unused dense": Layout((Unused(), Dense())),
-    "unused states": Layout((Unused(Window()), Unused(Recurrent()), Recurrent(), Dense())),
+    "unused states": Layout(
+        (Unused(Window()), Unused(Recurrent()), Recurrent(), Dense())
+    ),
     "hybrid": Layout((Recurrent(), Dense(heads=2), Window(), Unused(), Quantized())),
 }
 
