@@ -28,6 +28,8 @@ ROOM = 1 << 40
 # Few tokens, so that prompts share prefixes, leave the tree inside spans and come back.
 TOKENS = st.integers(0, 2)
 SPANS = st.lists(TOKENS, min_size=1, max_size=12)
+# None keeps an earlier prompt whole, as most turns do.
+CUTS = st.one_of(st.none(), st.integers(0, 99))
 SHAPES = ("one row", "left padded", "right padded", "finalized")
 
 
@@ -43,10 +45,11 @@ class History(RuleBasedStateMachine):
         self.held: list[tuple] = []
 
     # -- the model ----------------------------------------------------------------
-    def prompt(self, base: int, cut: int, more: list[int]) -> tuple[int, ...]:
+    def prompt(self, base: int, cut: int | None, more: list[int]) -> tuple[int, ...]:
         """An earlier prompt, cut somewhere and continued: extension, rewind, divergence."""
         known = self.committed[base % len(self.committed)][1] if self.committed else ()
-        return (*known[: cut % (len(known) + 1)], *more)
+        kept = len(known) if cut is None else cut % (len(known) + 1)
+        return (*known[:kept], *more)
 
     def expected(self, ids: tuple[int, ...], salt: int) -> int:
         """The restorable length if nothing was dropped since it was committed."""
@@ -72,7 +75,7 @@ class History(RuleBasedStateMachine):
     # -- steps --------------------------------------------------------------------
     @rule(
         base=st.integers(0, 99),
-        cut=st.integers(0, 99),
+        cut=CUTS,
         more=SPANS,
         salt=st.integers(0, 1),
         shape=st.sampled_from(SHAPES),
@@ -110,7 +113,7 @@ class History(RuleBasedStateMachine):
 
     @rule(
         base=st.integers(0, 99),
-        cut=st.integers(0, 99),
+        cut=CUTS,
         more=SPANS,
         salt=st.integers(0, 1),
         keep=st.booleans(),
@@ -204,6 +207,12 @@ class History(RuleBasedStateMachine):
     def every_span_holds_its_tokens(self):
         for node in nodes_of(self.cache):
             self.layout.check_stored(node.payload, node.ids)
+
+    @invariant()
+    def every_end_state_is_that_of_its_path(self):
+        for node in nodes_of(self.cache):
+            path = [token for above in node.path() for token in above.ids]
+            self.layout.check_states(node.payload, path)
 
     @invariant()
     def bytes_are_counted(self):

@@ -286,6 +286,17 @@ class Layout:
         for layer, arrays in zip(self.spans, segment.spans, strict=True):
             layer.check_span(arrays, ids)
 
+    def check_states(self, segment: Any, ids: Sequence[int]) -> None:
+        if segment.states is None:
+            return
+        kept = [
+            leaf
+            for leaf in self.leaves()
+            if not leaf.sliceable and not isinstance(leaf, Unused)
+        ]
+        for layer, state in zip(kept, segment.states, strict=True):
+            layer.check(state, ids)
+
     # -- live caches, in every shape that a server has them in --------------------
     def row(self, ids: Sequence[int], chunk: int = 0) -> list[Any]:
         """The cache of one row that has processed ``ids``, in chunks."""
