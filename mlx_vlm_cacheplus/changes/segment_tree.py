@@ -49,7 +49,8 @@ class SegmentTree(Change):
         from ..core import segment_coordination as core
 
         _apply_to_manager(patcher, core)
-        _apply_to_coordinator(patcher, core)
+        _apply_to_reading(patcher, core)
+        _apply_to_storing(patcher, core)
         _apply_to_generator(patcher, core)
 
 
@@ -102,7 +103,7 @@ def _apply_to_manager(patcher: Any, core: Any) -> None:
     patcher.replace_method(APC, "APCManager.stats_snapshot", snapshot)
 
 
-def _apply_to_coordinator(patcher: Any, core: Any) -> None:
+def _apply_to_reading(patcher: Any, core: Any) -> None:
     def lookup(original: Any) -> Any:
         return lambda self, token_ids, **kwargs: core.lookup(self, token_ids, **kwargs)
 
@@ -123,6 +124,13 @@ def _apply_to_coordinator(patcher: Any, core: Any) -> None:
     def single(original: Any) -> Any:
         return lambda self, hit, **kwargs: core.materialize_single(self, hit)
 
+    patcher.replace_method(COORDINATOR, "APCCoordinator.lookup", lookup)
+    patcher.replace_method(COORDINATOR, "APCCoordinator.checkpoint_lengths", lengths)
+    patcher.replace_method(COORDINATOR, "APCCoordinator.merge_rows", merge)
+    patcher.replace_method(COORDINATOR, "APCCoordinator.materialize_single", single)
+
+
+def _apply_to_storing(patcher: Any, core: Any) -> None:
     def checkpoint(original: Any) -> Any:
         def wrapper(
             self: Any,
@@ -166,10 +174,6 @@ def _apply_to_coordinator(patcher: Any, core: Any) -> None:
 
         return wrapper
 
-    patcher.replace_method(COORDINATOR, "APCCoordinator.lookup", lookup)
-    patcher.replace_method(COORDINATOR, "APCCoordinator.checkpoint_lengths", lengths)
-    patcher.replace_method(COORDINATOR, "APCCoordinator.merge_rows", merge)
-    patcher.replace_method(COORDINATOR, "APCCoordinator.materialize_single", single)
     patcher.replace_method(COORDINATOR, "APCCoordinator.store_checkpoint", checkpoint)
     patcher.replace_method(COORDINATOR, "APCCoordinator.commit", commit)
 
