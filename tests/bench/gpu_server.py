@@ -179,6 +179,8 @@ class Watch:
 
 def main(words: list[str]) -> None:
     """Run stock's server with these arguments; ``--cacheplus`` among them is ours."""
+    if cores := os.environ.get("BENCH_CORES"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     sys.argv = ["mlx_vlm.server", *words]
     if os.environ.get("MLX_VLM_CACHEPLUS") != "0":
         import mlx_vlm_cacheplus

@@ -61,7 +61,17 @@ ENVIRONMENTS = {
     STOCK_40: {**RAM, "APC_MEMORY_MAX_GB": "40"},
     PLUS: {**RAM, "APC_MEMORY_MAX_GB": "40"},
 }
-SMALL = {"turns": 5, "system": 200, "user": 60, "reply": 12, "rounds": 1, "pairs": 3}
+SMALL = {
+    "model": "dense",
+    "pair_turn": 2,
+    "pair_tokens": 24,
+    "turns": 5,
+    "system": 200,
+    "user": 60,
+    "reply": 12,
+    "rounds": 1,
+    "pairs": 3,
+}
 # One client for all: to make one costs more than a warm turn.
 HTTP = httpx.Client(timeout=600)
 
@@ -195,7 +205,6 @@ class Session:
         said = self.plan.replies[: max(1, self.options.pair_turn - 1)]
         prompt = self.plan.messages("p", said)
         body = {"temperature": 0, "max_tokens": self.options.pair_tokens}
-        reset(bases[PLUS])
         for side in (NO_CACHE, PLUS, NO_CACHE, PLUS):
             self.ask(bases[side], prompt, **body)
             seen(bases[side])
@@ -228,24 +237,23 @@ def measure(session: Session, work: Path, save: Any) -> None:
     """Run everything that the options ask for; ``save`` is called after each part."""
     options = session.options
     enough = time.monotonic() + options.seconds
-    groups = [list(gpu_tables.SIDES)]
-    if not options.together:
-        groups = [[side] for side in gpu_tables.SIDES]
-    for group in groups:
+    sides = list(gpu_tables.SIDES) if options.rounds else [NO_CACHE, PLUS]
+    for group in [sides] if options.together else [[side] for side in sides]:
         with ExitStack() as stack:
             bases = start(stack, group, options, work)
+            if options.together:
+                session.pairs(bases, enough)
+                save()
+            if not options.rounds:
+                continue
             with ThreadPoolExecutor(len(group)) as pool:
                 list(pool.map(session.warm_up, bases.values()))
             for number in range(options.rounds):
-                turned = group if number % 2 == 0 else group[::-1]
-                for side in turned:
+                for side in group if number % 2 == 0 else group[::-1]:
                     session.round(side, bases[side], number)
                 save()
                 if time.monotonic() > enough:
                     break
-            if options.together:
-                session.pairs(bases, enough)
-                save()
     if not options.together:
         with ExitStack() as stack:
             bases = start(stack, [NO_CACHE, PLUS], options, work / "pairs")
@@ -277,6 +285,15 @@ def start(
     return {side: server.base for side, server in servers.items()}
 
 
+def keep_apart() -> None:
+    """Client on one half of the cores, servers (see ``gpu_server``) on the other."""
+    if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) >= 8:
+        cores = sorted(os.sched_getaffinity(0))
+        half = len(cores) // 2
+        os.environ["BENCH_CORES"] = ",".join(map(str, cores[:half]))
+        os.sched_setaffinity(0, cores[half:])
+
+
 def parser() -> argparse.ArgumentParser:
     """Arguments; the defaults are those of docs/BENCHMARKS.md."""
     out = argparse.ArgumentParser(prog="gpu_session", description=__doc__)
@@ -289,7 +306,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--system", type=int, default=2000, help="tokens of system text")
     out.add_argument("--user", type=int, default=480, help="tokens of a user message")
     out.add_argument("--reply", type=int, default=60, help="tokens of a reply")
-    out.add_argument("--rounds", type=int, default=3, help="timed sessions a server")
+    out.add_argument(
+        "--rounds", type=int, default=3, help="timed sessions a server; 0: pairs only"
+    )
     out.add_argument("--pairs", type=int, default=24, help="pairs for decode speed")
     out.add_argument("--pair-turn", type=int, default=4, help="the turn they extend")
     out.add_argument("--pair-tokens", type=int, default=96)
@@ -301,12 +320,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables; 0, or 1 where the sides did different work."""
-    options = parser().parse_args(arguments)
+    words = parser()
+    options = words.parse_args(arguments)
     if options.small:
-        for name, value in SMALL.items():
-            setattr(options, name, value)
-        options.pair_turn, options.pair_tokens = 2, 24
-        options.model = options.model or "dense"
+        words.set_defaults(**SMALL)
+        options = words.parse_args(arguments)
+    keep_apart()
     work = Path(tempfile.mkdtemp(prefix="gpu-session-"))
     if options.shape:
         options.folder = str(make_model(options.shape, work / options.shape))

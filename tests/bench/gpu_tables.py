@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -28,7 +29,10 @@ def join_seen(rows: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]]) ->
         # Tokens as the generation thread emits them: one without a text of its own
         # sends nothing to the client.
         times = request["times"]
-        row["speed"] = (len(times) - 1) / max(1e-9, times[-1] - times[0])
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        row["speed"] = len(gaps) / max(1e-9, sum(gaps))
+        row["gap"] = median(gaps)
+        row["gaps"] = gaps
         row["way"] = way(row, request)
 
 
@@ -85,11 +89,15 @@ class Report:
 def report(rows: Rows) -> Report:
     """Everything for people; ratios only where the work was equal."""
     unequal = differences(rows)
-    parts = [turn_table(rows), sum_table(rows), way_table(rows)]
+    parts = []
+    if rows["turns"]:
+        parts = [turn_table(rows), sum_table(rows), way_table(rows)]
     if unequal:
         parts.append("No ratios, the sides did different work: " + "; ".join(unequal))
-    else:
+    elif rows["turns"]:
         parts.append(verdicts(rows))
+    if rows["pairs"] and not unequal:
+        parts.append("\n".join(f"- {line}" for line in decode_lines(rows["pairs"])))
     return Report("\n\n".join(part for part in parts if part), not unequal)
 
 
@@ -222,22 +230,31 @@ def verdicts(rows: Rows) -> str:
             f"peak memory of {stock}: x {share:.3f} ({mark(share <= 1.1)} 1.1), "
             f"above the model x {above:.3f}"
         )
-    if rows["pairs"]:
-        ratio, low, high = decode_ratio(rows["pairs"])
-        lines.append(
-            f"decode speed of no cache: x {ratio:.4f}, 95 % {low:.4f} to {high:.4f}, "
-            f"{len(rows['pairs'])} pairs ({mark(low >= 0.97)} 0.97)"
-        )
     return "plus 40 GB beside\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def decode_lines(pairs: Sequence[dict[str, Any]]) -> list[str]:
+    """Decode speed of plus beside stock without a prefix cache."""
+    lines = []
+    for name, what in (("speed", "decode speed"), ("gap", "median time a token")):
+        ratios = [pair[PLUS][name] / pair[NO_CACHE][name] for pair in pairs]
+        ratios = [1 / r for r in ratios] if name == "gap" else ratios
+        ratio, low, high = interval(ratios)
+        both = [median(p[side][name] for p in pairs) for side in (NO_CACHE, PLUS)]
+        both = [1 / value for value in both] if name == "gap" else both
+        lines.append(
+            f"{what}, {len(pairs)} pairs: {both[1]:.1f} beside {both[0]:.1f} tok/s, "
+            f"x {ratio:.4f}, 95 % {low:.4f} to {high:.4f} ({mark(low >= 0.97)} 0.97)"
+        )
+    return lines
 
 
 def mark(met: bool) -> str:
     return "met:" if met else "MISSED:"
 
 
-def decode_ratio(pairs: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Mean ratio plus / no cache with its bootstrapped 95 % interval."""
-    ratios = [pair[PLUS]["speed"] / pair[NO_CACHE]["speed"] for pair in pairs]
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Mean with its bootstrapped 95 % interval."""
     rng = random.Random(1)
     drawn = sorted(mean(rng.choices(ratios, k=len(ratios))) for _ in range(10_000))
     return mean(ratios), drawn[250], drawn[-251]
