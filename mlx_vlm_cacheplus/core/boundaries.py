@@ -15,6 +15,7 @@ Messages start with the same special token as the prompt's first message.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 # A stop of the stride that is closer than this to another costs more in chunks than it
@@ -38,9 +39,16 @@ def message_starts(ids: Sequence[int], special_ids: Collection[int]) -> list[int
     return []
 
 
-def rejoin_points(starts: Sequence[int]) -> list[int]:
-    """End of the system text, and start of the last message before the reply's own."""
-    return [*starts[1:2], *starts[-2:-1]]
+def rejoin_points(starts: Sequence[int], left: int = 0) -> list[int]:
+    """End of the system text, and start of the last message before the reply's own.
+
+    Args:
+        left: where the prompt leaves what the cache knows, in tokens.  A point right
+            behind it is left out: it would cost a step of its own in every turn, and
+            save whoever comes back to it a handful of tokens.
+    """
+    points = [*starts[1:2], *starts[-2:-1]]
+    return [p for p in points if not 0 < left < p < left + NEAREST]
 
 
 def stops(
@@ -51,19 +59,19 @@ def stops(
     Args:
         wanted: places in any order, in tokens.
         length: the prompt's length.
-        stride: longest distance without a stop, in tokens; 0 for none.
+        stride: longest distance without a stop, in tokens; 0 for none.  It is counted
+            from the stop before, not from the prompt's start: a turn that is shorter
+            than a stride is read in one step wherever it lies.
         final: the last stop, which always stays.
         media: positions of media tokens; no stop lies inside a run of them.
     """
     inside = {p for p in media if p - 1 in media}
     kept = {p for p in wanted if NEAREST <= p < final and p not in inside}
     kept |= {final} if final > 0 else set()
-    grid = range(stride, min(length, final), stride) if stride > 0 else ()
-    for place in grid:
-        if place not in inside and not _has_near(kept, place):
-            kept.add(place)
+    for start, end in itertools.pairwise([0, *sorted(kept)]) if stride > 0 else ():
+        kept.update(
+            place
+            for place in range(start + stride, end - NEAREST + 1, stride)
+            if place not in inside
+        )
     return sorted(kept)
-
-
-def _has_near(kept: Collection[int], place: int) -> bool:
-    return any(abs(place - other) < NEAREST for other in kept)

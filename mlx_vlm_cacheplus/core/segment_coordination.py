@@ -112,7 +112,7 @@ def checkpoint_lengths(
     left = coordinator.__dict__.get("left_tree_at", {}).get(_key(token_ids), 0)
     media = {i for i, token in enumerate(token_ids) if token in media_token_ids}
     return stops(
-        [*rejoin_points(starts), left],
+        [*rejoin_points(starts, left), left],
         len(token_ids),
         coordinator.manager.checkpoint_interval_tokens,
         final,

@@ -35,6 +35,20 @@ def test_the_end_of_the_system_text_and_the_last_message_are_where_prompts_rejoi
     assert rejoin_points([]) == []
 
 
+def test_a_message_that_starts_right_where_the_prompt_leaves_the_cache_is_no_stop():
+    """A turn then costs one step, not one for the line break between two messages."""
+    assert rejoin_points([1, 100, 200, 300], left=199) == [100]
+    assert rejoin_points([1, 100, 200, 300], left=200) == [100, 200]
+    assert rejoin_points([1, 100, 200, 300], left=103) == [100, 200]
+    assert rejoin_points([1, 100, 200, 300], left=200 - NEAREST) == [100, 200]
+
+
+def test_the_stride_is_counted_from_the_stop_before():
+    """A short turn is one step, also where it crosses a multiple of the stride."""
+    assert stops([2010, 4000], 4200, 2048, 4199, set()) == [2010, 4000, 4199]
+    assert stops([2010], 6200, 2048, 6199, set()) == [2010, 4058, 6106, 6199]
+
+
 def test_wanted_places_stay_however_close_they_are():
     assert stops([985, 988], 1000, 0, 999, set()) == [985, 988, 999]
 
@@ -45,7 +59,7 @@ def test_a_short_last_message_does_not_hide_the_end_of_the_system_text():
 
 
 def test_the_stride_gives_way_to_a_wanted_place():
-    assert stops([520], 2000, 512, 1999, set()) == [520, 1024, 1536, 1999]
+    assert stops([520], 2000, 512, 1999, set()) == [520, 1032, 1544, 1999]
     assert stops([512 + NEAREST], 1000, 512, 999, set()) == [512, 512 + NEAREST, 999]
 
 
