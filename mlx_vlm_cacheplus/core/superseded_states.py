@@ -69,9 +69,14 @@ def make_room_for_successor(
         How many states were dropped.
     """
     table = manager._exact_cache
+    ids = tuple(token_ids)
     dropped = 0
     with manager.lock:
-        for key in _superseded(table, tuple(token_ids), int(extra_hash)):
+        if any(
+            e.token_ids == ids and e.extra_hash == extra_hash for e in table.values()
+        ):
+            return 0  # it takes its own place again
+        for key in _superseded(table, ids, int(extra_hash)):
             has_place = len(table) < manager._exact_cache_max
             has_bytes = (
                 manager._resident_bytes_locked() + nbytes <= manager.memory_max_bytes

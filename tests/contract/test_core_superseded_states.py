@@ -78,6 +78,12 @@ def test_other_conversations_and_longer_states_stay():
     assert manager.keys() == others
 
 
+def test_a_state_that_is_stored_again_takes_its_own_place():
+    manager = Manager((ONE, 0), ((1, 2, 3, 4), 0), places=2, budget=800)
+    assert make_room(manager) == 0
+    assert manager.keys() == [(ONE, 0), ((1, 2, 3, 4), 0)]
+
+
 @pytest.mark.parametrize("ids", [(), THREE])
 @pytest.mark.parametrize("places", [0, 2])
 def test_the_store_decides(ids, places):
