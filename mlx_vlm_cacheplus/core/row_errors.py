@@ -17,17 +17,14 @@ fails, and everybody else goes on:
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
 logger = logging.getLogger(__name__)
-
-# First uid of each batch generator; far apart, so that none is used twice.
-_first_uids = itertools.count(0, 1 << 32)
 
 
 class FailedInputs:
@@ -45,11 +42,14 @@ class FailedInputs:
 
 
 class GuardedProcessor:
-    """A logits processor that reports what it raises and passes the logits on."""
+    """A logits processor that reports what it raises and passes the logits on.
 
-    def __init__(self, processor: Any, faults: list[tuple[Any, Exception]]):
+    Outside a server nobody takes the report, and the error is raised as before.
+    """
+
+    def __init__(self, processor: Any, batch_gen: Any):
         self._processor = processor
-        self._faults = faults
+        self._batch_gen = batch_gen
         if hasattr(processor, "process_last_token"):
             self.process_last_token = functools.partial(
                 self._guard, processor.process_last_token
@@ -67,18 +67,51 @@ class GuardedProcessor:
         try:
             return call(tokens, logits)
         except Exception as error:
-            self._faults.append((self, error))
+            faults = getattr(self._batch_gen, "row_faults", None)
+            if faults is None:
+                raise
+            faults.append((self, error))
             return logits
 
 
-def give_own_uids(batch_gen: Any) -> None:
-    """Start a batch generator's uids where no other's can reach.
+class RowUid(int):
+    """A row's uid that knows whose it is.
 
-    The server knows rows by uid alone, and makes a new generator whenever it was
-    idle.  With uids that start again, a client that lets go of an old reply cancels
-    whoever has its uid by then.
+    Uids start again with each batch generator, and the server makes a new one
+    whenever it was idle; the queue of a reply does not come again.
     """
-    batch_gen.uid_count = next(_first_uids)
+
+    rqueue: Any
+
+    @classmethod
+    def of(cls, uid: int, rqueue: Any) -> RowUid:
+        """The uid of the row that answers on ``rqueue``."""
+        own = cls(uid)
+        own.rqueue = rqueue
+        return own
+
+
+def claim_uid(cancel: Any, uid: int, rqueue: Any) -> int:
+    """Note that the reply on ``rqueue`` has this uid from now on.
+
+    Args:
+        cancel: the server's method that cancels a uid.
+    """
+    server = getattr(cancel, "__self__", None)
+    if not hasattr(server, "_cancelled"):
+        return uid
+    queues = server.__dict__.setdefault("row_queues", WeakValueDictionary())
+    queues[uid] = rqueue
+    return RowUid.of(uid, rqueue)
+
+
+def is_own_row(server: Any, uid: int) -> bool:
+    """False for the uid of an ended reply that another row has by now.
+
+    A client that lets go of a finished reply late would otherwise cancel a stranger.
+    """
+    rqueue = getattr(uid, "rqueue", None)
+    return rqueue is None or server.row_queues.get(uid) is rqueue
 
 
 def faults_of(server: Any) -> list[tuple[Any, Exception]]:
@@ -98,9 +131,17 @@ def embed_row(server: Any, embed: Callable[[], tuple]) -> tuple:
         return FailedInputs(error), {}
 
 
-def guard_processors(server: Any, processors: list[Any]) -> list[Any]:
-    """Guard the logits processors of one row."""
-    return [GuardedProcessor(p, faults_of(server)) for p in processors]
+def guard_queued(batch_gen: Any, uids: Sequence[int]) -> None:
+    """Guard the logits processors of the rows just queued."""
+    wanted = set(uids)
+    batch_gen._unprocessed_sequences = [
+        (
+            (*s[:4], [GuardedProcessor(p, batch_gen) for p in s[4]], *s[5:])
+            if s[0] in wanted and s[4]
+            else s
+        )
+        for s in batch_gen._unprocessed_sequences
+    ]
 
 
 def stream_text(server: Any, info: dict[str, Any], advance: Callable[[], str]) -> str:

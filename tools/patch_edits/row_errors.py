@@ -14,15 +14,15 @@ EDITS = [
         "from .row_errors import (\n"
         "    decode_recorded,\n"
         "    extend_recorded,\n"
-        "    give_own_uids,\n"
+        "    guard_queued,\n"
         "    next_isolated,\n"
         ")\n",
     ),
-    Edit(
+    before(
         AR,
-        "        self.uid_count = 0\n",
-        "        give_own_uids(self)\n",
-        within="BatchGenerator.__init__",
+        "        return uids\n",
+        "        guard_queued(self, uids)\n",
+        within="BatchGenerator.insert",
     ),
     Edit(
         AR,
@@ -50,8 +50,9 @@ EDITS = [
         SERVER,
         "from ..sample_utils import (",
         "from ..generate.row_errors import (\n"
+        "    claim_uid,\n"
         "    embed_row,\n"
-        "    guard_processors,\n"
+        "    is_own_row,\n"
         "    step_and_fail_rows,\n"
         "    stream_text,\n"
         ")\n",
@@ -73,9 +74,21 @@ EDITS = [
     ),
     Edit(
         SERVER,
-        "        return processors\n",
-        "        return guard_processors(self, processors)\n",
-        within="ResponseGenerator._make_logits_processors",
+        "                        rqueue.put(e)\n                        continue\n",
+        "                        _notify_queues([rqueue], e, None)\n"
+        "                        continue\n",
+    ),
+    Edit(
+        SERVER,
+        "        self._uid = uid\n",
+        "        self._uid = claim_uid(cancel_fn, uid, rqueue)\n",
+        within="_TokenIterator.__init__",
+    ),
+    before(
+        SERVER,
+        "        with self._cancel_lock:\n            self._cancelled.add(uid)\n",
+        "        if not is_own_row(self, uid):\n            return\n",
+        within="ResponseGenerator._cancel",
     ),
     after(
         SERVER,
