@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from ..change import Change, Target
 
 AR = "mlx_vlm.generate.ar"
 SERVER = "mlx_vlm.server.generation"
+
+
+logger = logging.getLogger("mlx_vlm.server")
+
+
+class FailedInputs:
+    """Stands for a row's input ids after its embedding raised.
+
+    The server reads the ids where it reports an error to the request alone; that is
+    where the exception comes out.
+    """
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def squeeze(self, *_: Any) -> Any:
+        raise self._error
 
 
 class RowErrors(Change):
@@ -82,9 +100,11 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
     def embed(original: Any) -> Any:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return core.embed_row(
-                self, functools.partial(original, self, *args, **kwargs)
-            )
+            try:
+                return original(self, *args, **kwargs)
+            except Exception as error:
+                logger.exception("A request could not be embedded")
+                return FailedInputs(error), {}
 
         return wrapper
 

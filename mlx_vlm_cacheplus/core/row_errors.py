@@ -27,20 +27,6 @@ import mlx.core as mx
 logger = logging.getLogger(__name__)
 
 
-class FailedInputs:
-    """Stands for a row's input ids after its embedding raised.
-
-    The server reads the ids where it reports an error to the request alone; that is
-    where the exception comes out.
-    """
-
-    def __init__(self, error: Exception):
-        self._error = error
-
-    def squeeze(self, *_: Any) -> Any:
-        raise self._error
-
-
 class GuardedProcessor:
     """A logits processor that reports what it raises and passes the logits on.
 
@@ -120,15 +106,6 @@ def faults_of(server: Any) -> list[tuple[Any, Exception]]:
     if faults is None:
         faults = server.row_faults = []
     return faults
-
-
-def embed_row(server: Any, embed: Callable[[], tuple]) -> tuple:
-    """Embed one request; its error stays with it."""
-    try:
-        return embed()
-    except Exception as error:
-        logger.exception("A request could not be embedded")
-        return FailedInputs(error), {}
 
 
 def guard_queued(batch_gen: Any, uids: Sequence[int]) -> None:

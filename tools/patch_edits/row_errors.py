@@ -51,7 +51,6 @@ EDITS = [
         "from ..sample_utils import (",
         "from ..generate.row_errors import (\n"
         "    claim_uid,\n"
-        "    embed_row,\n"
         "    is_own_row,\n"
         "    step_and_fail_rows,\n"
         "    stream_text,\n"
@@ -64,17 +63,14 @@ EDITS = [
         "                        images,\n"
         "                        apc_semantic_hash=request.apc_semantic_hash,\n"
         "                    )\n",
-        "                    embed = partial(\n"
-        "                        self._gpu_embed,\n"
-        "                        raw_inputs,\n"
-        "                        images,\n"
-        "                        apc_semantic_hash=request.apc_semantic_hash,\n"
-        "                    )\n"
-        "                    input_ids, gen_kwargs = embed_row(self, embed)\n",
-    ),
-    Edit(
-        SERVER,
-        "                        rqueue.put(e)\n                        continue\n",
+        "                    try:\n"
+        "                        input_ids, gen_kwargs = self._gpu_embed(\n"
+        "                            raw_inputs,\n"
+        "                            images,\n"
+        "                            apc_semantic_hash=request.apc_semantic_hash,\n"
+        "                        )\n"
+        "                    except Exception as e:\n"
+        '                        logger.exception("A request could not be embedded")\n'
         "                        _notify_queues([rqueue], e, None)\n"
         "                        continue\n",
     ),
