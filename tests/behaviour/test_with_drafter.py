@@ -162,3 +162,25 @@ def test_a_session_goes_on_without_its_drafter_and_with_it_again(make_server, dr
         first = server.chat(asked, max_tokens=12)
         assert first.cached_tokens == 0
         server.assert_cold(first)
+
+
+def test_a_request_that_arrives_while_another_is_drafted(make_server, drafted):
+    """Its embedding must not move the positions of the rows that are verified."""
+    late = [*ASK[:1], user("get: briar")]
+    plain_server = make_server("hybrid", apc_checkpoint_entries=8)
+    plain = [plain_server.chat(ask, max_tokens=30) for ask in (ASK, late)]
+    server = drafted(Oracle([r.ids for r in plain], 7))
+    for _ in range(2):
+        for reply, other in zip(
+            server.staggered(
+                [
+                    (0, {"messages": list(ASK), "max_tokens": 30}),
+                    (3, {"messages": late, "max_tokens": 12}),
+                ]
+            ),
+            plain,
+            strict=True,
+        ):
+            server.assert_cold(reply)
+            assert reply.ids == other.ids[: len(reply.ids)]
+    assert_every_key_is_as_long_as_its_state(server)
