@@ -42,12 +42,12 @@ def rows_that_fit_together(generator: Any) -> Iterator[None]:
 def _admits_now(generator: Any) -> bool:
     """False where the generator cannot admit anybody, so that nothing is looked up."""
     decoding = generator._generation_batch
-    held = getattr(decoding, "is_speculative", False) and len(decoding) > 0
-    return (
-        getattr(generator, "apc", None) is not None
-        and generator._prompt_batch is None
-        and not held
-    )
+    if getattr(generator, "apc", None) is None or generator._prompt_batch is not None:
+        return False
+    if getattr(decoding, "is_speculative", False) and len(decoding) > 0:
+        return False
+    places = generator.completion_batch_size - len(decoding)
+    return places >= generator.prefill_batch_size
 
 
 def _is_recurrent(coordinator: Any) -> bool:

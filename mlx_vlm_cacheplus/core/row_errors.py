@@ -33,9 +33,10 @@ class GuardedProcessor:
     Outside a server nobody takes the report, and the error is raised as before.
     """
 
-    def __init__(self, processor: Any, batch_gen: Any):
+    def __init__(self, processor: Any, batch_gen: Any, uid: int):
         self._processor = processor
         self._batch_gen = batch_gen
+        self._uid = uid
         if hasattr(processor, "process_last_token"):
             self.process_last_token = functools.partial(
                 self._guard, processor.process_last_token
@@ -56,7 +57,7 @@ class GuardedProcessor:
             faults = getattr(self._batch_gen, "row_faults", None)
             if faults is None:
                 raise
-            faults.append((self, error))
+            faults.append((self._uid, error))
             return logits
 
 
@@ -101,7 +102,7 @@ def is_own_row(server: Any, uid: int) -> bool:
 
 
 def faults_of(server: Any) -> list[tuple[Any, Exception]]:
-    """Faults met since the last step: (uid, guarded processor or row info; error)."""
+    """Faults met since the last step: (uid or the row's info, error)."""
     faults = server.__dict__.get("row_faults")
     if faults is None:
         faults = server.row_faults = []
@@ -113,7 +114,7 @@ def guard_queued(batch_gen: Any, uids: Sequence[int]) -> None:
     wanted = set(uids)
     batch_gen._unprocessed_sequences = [
         (
-            (*s[:4], [GuardedProcessor(p, batch_gen) for p in s[4]], *s[5:])
+            (*s[:4], [GuardedProcessor(p, batch_gen, s[0]) for p in s[4]], *s[5:])
             if s[0] in wanted and s[4]
             else s
         )
@@ -147,7 +148,7 @@ def step_and_fail_rows(
     step()
     while faults:
         owner, error = faults.pop(0)
-        uid = _uid_of(owner, batch_gen, active)
+        uid = _uid_of(owner, active)
         info = active.pop(uid, None) if uid is not None else None
         if info is None:
             continue
@@ -279,14 +280,7 @@ def _fail_decoding(batch_gen: Any, faults: list, error: Exception) -> None:
     mx.clear_cache()
 
 
-def _uid_of(owner: Any, batch_gen: Any, active: dict[int, dict]) -> int | None:
+def _uid_of(owner: Any, active: dict[int, dict]) -> int | None:
     if isinstance(owner, int):
         return owner
-    if isinstance(owner, dict):
-        return next((uid for uid, info in active.items() if info is owner), None)
-    for batch in (batch_gen._generation_batch, batch_gen._prompt_batch):
-        rows = getattr(batch, "logits_processors", None) or []
-        for uid, processors in zip(getattr(batch, "uids", ()), rows, strict=False):
-            if any(p is owner for p in processors or ()):
-                return uid
-    return None
+    return next((uid for uid, info in active.items() if info is owner), None)

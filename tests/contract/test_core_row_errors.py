@@ -214,22 +214,24 @@ def raising(*_):
 
 def test_a_processor_that_raises_passes_the_logits_on():
     faults = []
-    guarded = core.GuardedProcessor(raising, SimpleNamespace(row_faults=faults))
+    guarded = core.GuardedProcessor(raising, SimpleNamespace(row_faults=faults), 7)
     assert guarded([1], "logits") == "logits"
-    assert [owner for owner, _ in faults] == [guarded]
+    assert [owner for owner, _ in faults] == [7]
 
 
 def test_the_other_form_of_a_processor_is_guarded_too():
     faults = []
     inner = SimpleNamespace(process_last_token=raising, tag=5)
-    guarded = core.GuardedProcessor(inner, SimpleNamespace(row_faults=faults))
+    guarded = core.GuardedProcessor(inner, SimpleNamespace(row_faults=faults), 7)
     assert guarded.process_last_token(1, "logits") == "logits"
     assert len(faults) == 1 and guarded.tag == 5
-    assert not hasattr(core.GuardedProcessor(raising, None), "process_last_token")
+    assert not hasattr(core.GuardedProcessor(raising, None, 7), "process_last_token")
 
 
 def test_a_guarded_processor_can_be_copied():
-    guarded = copy.copy(core.GuardedProcessor(raising, SimpleNamespace(row_faults=[])))
+    guarded = copy.copy(
+        core.GuardedProcessor(raising, SimpleNamespace(row_faults=[]), 7)
+    )
     assert guarded(1, "logits") == "logits"
 
 
@@ -293,7 +295,7 @@ def test_several_errors_of_one_row_fail_it_once_and_unknown_owners_nobody():
 
 
 def test_outside_a_server_a_processor_raises_as_before():
-    guarded = core.GuardedProcessor(raising, SimpleNamespace())
+    guarded = core.GuardedProcessor(raising, SimpleNamespace(), 7)
     with pytest.raises(Planted):
         guarded([1], "logits")
 
