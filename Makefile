@@ -32,9 +32,11 @@ $(STAMP): pyproject.toml constraints.txt startup/mlx_vlm_cacheplus.pth startup/m
 
 test: env
 	$(PYTEST) -m "not slow"
+	$(BIN)/python tools/run_legs.py
 
 test-all: env
 	$(PYTEST)
+	$(BIN)/python tools/run_legs.py --each-patch
 
 demo: env
 	$(BIN)/python -m mlx_vlm_cacheplus.replay.demo

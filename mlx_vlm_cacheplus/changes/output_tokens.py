@@ -81,18 +81,19 @@ class OutputTokens(Change):
 
 
 def _apply_to_storage(patcher: Any) -> None:
+    from mlx_vlm.apc import _cache_nbytes
+
     from ..core import superseded_states as core
 
     def store(original: Any) -> Any:
         def wrapper(
             self: Any, token_ids: Any, prompt_cache: Any, *, extra_hash: int = 0
         ) -> bool:
-            inner = functools.partial(
-                original, self, token_ids, prompt_cache, extra_hash=extra_hash
-            )
-            return core.store_superseding(
-                self, token_ids, prompt_cache, extra_hash, inner
-            )
+            nbytes = _cache_nbytes(prompt_cache)
+            # A state that will be refused must not cost its predecessors.
+            if self._exact_cache_max > 0 and nbytes <= self.memory_max_bytes:
+                core.make_room_for_successor(self, token_ids, extra_hash, nbytes)
+            return original(self, token_ids, prompt_cache, extra_hash=extra_hash)
 
         return wrapper
 

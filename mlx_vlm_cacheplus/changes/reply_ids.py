@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 from ..change import Change, Target
@@ -17,6 +18,7 @@ class ReplyIds(Change):
     )
     targets = (
         Target("mlx_vlm.generate.ar", "GenerationBatch.filter"),
+        Target(SERVER, "ResponseGenerator.generate"),
         Target(SERVER, "ResponseGenerator._preprocess_request"),
     )
     why = (
@@ -41,6 +43,26 @@ class ReplyIds(Change):
 
             return wrapper
 
+        request = threading.local()
+
+        def generate(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapper(
+                self: Any,
+                prompt: Any,
+                images: Any = None,
+                audio: Any = None,
+                args: Any = None,
+                videos: Any = None,
+            ) -> Any:
+                request.tenant = getattr(args, "tenant_id", None)
+                try:
+                    return original(self, prompt, images, audio, args, videos)
+                finally:
+                    del request.tenant
+
+            return wrapper
+
         def preprocess(original: Any) -> Any:
             @functools.wraps(original)
             def wrapper(
@@ -52,12 +74,17 @@ class ReplyIds(Change):
                 **kwargs: Any,
             ) -> dict:
                 raw_inputs = original(self, prompt, images, audio, videos, **kwargs)
+                # The check of the context budget tokenizes outside a request.
+                if not hasattr(request, "tenant"):
+                    return raw_inputs
+                media = (images, audio, videos)
                 return core.respell_inputs(
-                    self, prompt, raw_inputs, (images, audio, videos)
+                    self, prompt, raw_inputs, media, request.tenant
                 )
 
             return wrapper
 
+        patcher.replace_method(SERVER, "ResponseGenerator.generate", generate)
         patcher.replace_method(
             "mlx_vlm.generate.ar", "GenerationBatch.filter", filter_rows
         )

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from ..change import Change, Target
 
 AR = "mlx_vlm.generate.ar"
 SERVER = "mlx_vlm.server.generation"
+
+
+logger = logging.getLogger("mlx_vlm.server")
+
+
+class FailedInputs:
+    """Stands for a row's input ids after its embedding raised.
+
+    The server reads the ids where it reports an error to the request alone; that is
+    where the exception comes out.
+    """
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def squeeze(self, *_: Any) -> Any:
+        raise self._error
 
 
 class RowErrors(Change):
@@ -18,12 +36,13 @@ class RowErrors(Change):
         Target(AR, "GenerationBatch.next"),
         Target(AR, "GenerationBatch.extend"),
         Target(AR, "SpeculativeGenerationBatch.next"),
-        Target(AR, "BatchGenerator.__init__"),
+        Target(AR, "BatchGenerator.insert"),
         Target(AR, "BatchGenerator.next"),
         Target(SERVER, "ResponseGenerator._step"),
         Target(SERVER, "ResponseGenerator._gpu_embed"),
-        Target(SERVER, "ResponseGenerator._make_logits_processors"),
+        Target(SERVER, "ResponseGenerator._cancel"),
         Target(SERVER, "ResponseGenerator._stream_text"),
+        Target(SERVER, "_TokenIterator.__init__"),
     )
     why = (
         "The generation thread answers any exception by failing every request in flight and dropping their caches: one "
@@ -53,14 +72,15 @@ class RowErrors(Change):
                 self, functools.partial(original, self, **kwargs)
             )
 
-        def init(original: Any) -> Any:
-            def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-                original(self, *args, **kwargs)
-                core.give_own_uids(self)
+        def insert(original: Any) -> Any:
+            def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+                uids = original(self, *args, **kwargs)
+                core.guard_queued(self, uids)
+                return uids
 
             return wrapper
 
-        patcher.replace_method(AR, "BatchGenerator.__init__", init)
+        patcher.replace_method(AR, "BatchGenerator.insert", insert)
         patcher.replace_method(AR, "GenerationBatch.next", decode)
         patcher.replace_method(AR, "SpeculativeGenerationBatch.next", decode)
         patcher.replace_method(AR, "GenerationBatch.extend", extend)
@@ -80,15 +100,27 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
     def embed(original: Any) -> Any:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return core.embed_row(
-                self, functools.partial(original, self, *args, **kwargs)
-            )
+            try:
+                return original(self, *args, **kwargs)
+            except Exception as error:
+                logger.exception("A request could not be embedded")
+                return FailedInputs(error), {}
 
         return wrapper
 
-    def processors(original: Any) -> Any:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return core.guard_processors(self, original(self, *args, **kwargs))
+    def cancel(original: Any) -> Any:
+        def wrapper(self: Any, uid: Any) -> None:
+            if core.is_own_row(self, uid):
+                original(self, uid)
+
+        return wrapper
+
+    def iterator(original: Any) -> Any:
+        def wrapper(
+            self: Any, rqueue: Any, uid: Any, cancel_fn: Any, *args: Any
+        ) -> None:
+            own = core.claim_uid(cancel_fn, uid, rqueue)
+            original(self, rqueue, own, cancel_fn, *args)
 
         return wrapper
 
@@ -102,9 +134,8 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
     patcher.replace_method(SERVER, "ResponseGenerator._step", step)
     patcher.replace_method(SERVER, "ResponseGenerator._gpu_embed", embed)
-    patcher.replace_method(
-        SERVER, "ResponseGenerator._make_logits_processors", processors
-    )
+    patcher.replace_method(SERVER, "ResponseGenerator._cancel", cancel)
+    patcher.replace_method(SERVER, "_TokenIterator.__init__", iterator)
     patcher.replace_method(SERVER, "ResponseGenerator._stream_text", text)
 
 

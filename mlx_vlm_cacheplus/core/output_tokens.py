@@ -189,10 +189,16 @@ def length_fault(prompt_cache: Sequence[Any], index: int, expected: int) -> str 
     """
     if not prompt_cache:
         return "the row has no cache"
-    for layer, entry in enumerate(prompt_cache):
-        for length in _lengths(entry, index):
-            if length not in (0, expected):
-                return f"layer {layer} holds {length} tokens, the row has {expected}"
+    known = [
+        (layer, length)
+        for layer, entry in enumerate(prompt_cache)
+        for length in _lengths(entry, index)
+    ]
+    for layer, length in known:
+        if length not in (0, expected):
+            return f"layer {layer} holds {length} tokens, the row has {expected}"
+    if known and not any(length for _, length in known):
+        return f"no layer holds a token, the row has {expected}"
     return None
 
 

@@ -7,7 +7,8 @@ needs a mask in every chunk, and models that run a ragged batch row by row
 (``Qwen3_5Model``) lose the mask's lengths on the way.  The row's first token is then
 right, and every later one is not.
 
-Cold rows are padded on the left and are not concerned.
+Cold rows are padded on the left and are not concerned, nor are rows that have the
+same number of tokens left to read.
 """
 
 from __future__ import annotations
@@ -28,26 +29,37 @@ def rows_that_fit_together(generator: Any) -> Iterator[None]:
             ``prefill_batch_size`` is changed for that decision alone.
     """
     size = generator.prefill_batch_size
-    waiting = generator._unprocessed_sequences
-    if len(waiting) > 1 and size > 1 and _admits_now(generator):
-        candidates = waiting[:size] if _is_recurrent(generator.apc) else ()
-        if any(_may_be_warm(generator, ids, kw) for _, ids, _, kw, *_ in candidates):
-            generator.prefill_batch_size = 1
+    rows = generator._unprocessed_sequences[:size]
+    if (
+        len(rows) > 1
+        and _admits_now(generator)
+        and _would_read_padding(generator, rows)
+    ):
+        generator.prefill_batch_size = 1
     try:
         yield
     finally:
         generator.prefill_batch_size = size
 
 
+def _would_read_padding(generator: Any, rows: list[tuple]) -> bool:
+    """Whether these rows are padded on the right and a layer could not skip it."""
+    if not _is_recurrent(generator.apc):
+        return False
+    prefixes = [_prefix_len(generator, row[1], row[3]) for row in rows]
+    suffixes = {len(row[1]) - n for row, n in zip(rows, prefixes, strict=False)}
+    return any(prefixes) and len(suffixes) > 1
+
+
 def _admits_now(generator: Any) -> bool:
     """False where the generator cannot admit anybody, so that nothing is looked up."""
     decoding = generator._generation_batch
-    held = getattr(decoding, "is_speculative", False) and len(decoding) > 0
-    return (
-        getattr(generator, "apc", None) is not None
-        and generator._prompt_batch is None
-        and not held
-    )
+    if getattr(generator, "apc", None) is None or generator._prompt_batch is not None:
+        return False
+    if getattr(decoding, "is_speculative", False) and len(decoding) > 0:
+        return False
+    places = generator.completion_batch_size - len(decoding)
+    return places >= generator.prefill_batch_size
 
 
 def _is_recurrent(coordinator: Any) -> bool:
@@ -61,25 +73,28 @@ def _is_recurrent(coordinator: Any) -> bool:
     return any(recurrent(spec) for spec in coordinator.plan.layer_specs)
 
 
-def _may_be_warm(generator: Any, token_ids: Any, prompt_kwargs: Any) -> bool:
-    """Whether a lookup would find a state for this row; nothing is restored."""
+def _prefix_len(generator: Any, token_ids: Any, prompt_kwargs: Any) -> int:
+    """Tokens that a lookup would restore for this row; nothing is restored."""
     manager = generator.apc_manager
     ids = tuple(token_ids)
     extra_hash = generator._apc_extra_hash(prompt_kwargs or {})
     segments = getattr(manager, "segments", None)
     if segments is not None:
-        return segments.peek(ids, extra_hash) > 0
+        return segments.peek(ids, extra_hash)
+    longest = 0
     with manager.lock:
         for entry in manager._exact_cache.values():
             length = len(entry.token_ids)
-            if entry.extra_hash == extra_hash and ids[:length] == entry.token_ids:
-                return True
-    return manager.disk is not None and bool(
-        manager.disk.find_exact_prefix(
-            ids,
-            extra_hash=extra_hash,
-            max_prefix_tokens=len(ids) - 1,
-            min_prefix_tokens=0,
-            block_size=manager.block_size,
-        )
+            fits = entry.extra_hash == extra_hash and longest < length < len(ids)
+            if fits and ids[:length] == entry.token_ids:
+                longest = length
+    if manager.disk is None:
+        return longest
+    found = manager.disk.find_exact_prefix(
+        ids,
+        extra_hash=extra_hash,
+        max_prefix_tokens=len(ids) - 1,
+        min_prefix_tokens=longest,
+        block_size=manager.block_size,
     )
+    return longest if found is None else found[1]

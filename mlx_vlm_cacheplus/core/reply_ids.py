@@ -25,6 +25,8 @@ import mlx.core as mx
 
 # Conversations remembered; one entry each is enough, branches need more.
 CAPACITY = 256
+# And their size: 4 bytes an id, at least one a character.
+MAX_BYTES = 32 << 20
 
 
 @dataclass
@@ -34,7 +36,24 @@ class _Reply:
     prompt_text: str
     ids: Sequence[int]
     prompt_len: int
+    tenants: frozenset[str | None]
     reply_text: str | None = field(default=None)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.prompt_text) + 4 * len(self.ids)
+
+
+@dataclass
+class _Prompt:
+    """The text that a prompt's ids came from, and the tenants that sent it."""
+
+    text: str
+    tenants: frozenset[str | None]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.text)
 
 
 class ReplyIds:
@@ -50,20 +69,29 @@ class ReplyIds:
         self._prompts: OrderedDict[bytes, str] = OrderedDict()
         self._replies: OrderedDict[bytes, _Reply] = OrderedDict()
 
-    def note_prompt(self, text: str, ids: Sequence[int]) -> None:
+    def note_prompt(self, text: str, ids: Sequence[int], tenant: str | None) -> None:
         """Remember which text a prompt's ids came from."""
-        self._remember(self._prompts, _key(ids), text)
+        key = _key(ids)
+        with self._lock:
+            known = self._prompts.get(key)
+            tenants = known.tenants if known is not None else frozenset()
+            self._remember(self._prompts, key, _Prompt(text, tenants | {tenant}))
 
     def note_reply(self, ids: Sequence[int], prompt_len: int) -> None:
         """Remember a row's ids at its end: the prompt's, then the reply's."""
         with self._lock:
-            text = self._prompts.get(_key(ids[:prompt_len]))
-        if text is not None:
-            reply = _Reply(text, array("L", ids), prompt_len)
-            self._remember(self._replies, _key(ids), reply)
+            prompt = self._prompts.get(_key(ids[:prompt_len]))
+            if prompt is not None:
+                reply = _Reply(prompt.text, array("I", ids), prompt_len, prompt.tenants)
+                self._remember(self._replies, _key(ids), reply)
 
     def spell(
-        self, text: str, ids: Sequence[int], tokenizer: Any, stop_ids: Sequence[int]
+        self,
+        text: str,
+        ids: Sequence[int],
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        tenant: str | None,
     ) -> list[int]:
         """Respell ``ids``, the tokenization of ``text``, with the ids of a known reply.
 
@@ -72,13 +100,16 @@ class ReplyIds:
             ids: its ids as the tokenizer gave them.
             tokenizer: borrowed; the caller serializes its use.
             stop_ids: ids that can end a reply.
+            tenant: whose replies may be used.
 
         Returns:
             Ids that decode to the same text; ``ids`` where no reply is known.
         """
         with self._lock:
             known = [
-                r for r in self._replies.values() if text.startswith(r.prompt_text)
+                reply
+                for reply in self._replies.values()
+                if tenant in reply.tenants and text.startswith(reply.prompt_text)
             ]
         known.sort(key=lambda r: len(r.ids), reverse=True)
         for reply in known:
@@ -88,11 +119,12 @@ class ReplyIds:
         return list(ids)
 
     def _remember(self, table: OrderedDict, key: bytes, value: Any) -> None:
-        with self._lock:
-            table[key] = value
-            table.move_to_end(key)
-            while len(table) > self._capacity:
-                table.popitem(last=False)
+        """Put the newest last; the oldest leave when there are too many."""
+        table.pop(key, None)
+        table[key] = value
+        nbytes = sum(kept.nbytes for kept in table.values())
+        while len(table) > self._capacity or (nbytes > MAX_BYTES and len(table) > 1):
+            nbytes -= table.popitem(last=False)[1].nbytes
 
 
 def reply_ids_of(manager: Any) -> ReplyIds:
@@ -122,7 +154,11 @@ def note_ended_rows(rows: Sequence[Any]) -> None:
 
 
 def respell_inputs(
-    generator: Any, prompt: Any, raw_inputs: dict, media: Sequence[Any]
+    generator: Any,
+    prompt: Any,
+    raw_inputs: dict,
+    media: Sequence[Any],
+    tenant: str | None,
 ) -> dict:
     """Use known ids in the tokenized inputs of one text-only request.
 
@@ -132,19 +168,20 @@ def respell_inputs(
         raw_inputs: ``input_ids`` and ``attention_mask``, each [1, tokens].
         media: pictures, sounds and videos; with any of them the inputs carry arrays
             aligned with their tokens, and pass unchanged.
+        tenant: the request's; replies are not spelled as another tenant's were.
     """
     manager = getattr(generator, "apc_manager", None)
     plain = set(raw_inputs) == {"input_ids", "attention_mask"}
     if manager is None or any(media) or not plain or not isinstance(prompt, str):
         return raw_inputs
-    canonical = raw_inputs["input_ids"].reshape(-1).tolist()
+    canonical = raw_inputs["input_ids"].tolist()[0]
     tokenizer = generator.tokenizer
     stop_ids = getattr(
         getattr(tokenizer, "stopping_criteria", None), "eos_token_ids", ()
     )
     store = reply_ids_of(manager)
-    ids = store.spell(prompt, canonical, tokenizer, stop_ids)
-    store.note_prompt(prompt, ids)
+    ids = store.spell(prompt, canonical, tokenizer, stop_ids, tenant)
+    store.note_prompt(prompt, ids, tenant)
     if ids == canonical:
         return raw_inputs
     # Built from lists: request threads have no stream of their own to compute on.
@@ -199,4 +236,4 @@ def _after_nth(ids: list[int], wanted: int, skip: int) -> list[int]:
 
 
 def _key(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("L", ids).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(array("I", ids).tobytes(), digest_size=16).digest()

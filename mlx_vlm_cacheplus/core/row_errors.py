@@ -17,39 +17,26 @@ fails, and everybody else goes on:
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
 logger = logging.getLogger(__name__)
 
-# First uid of each batch generator; far apart, so that none is used twice.
-_first_uids = itertools.count(0, 1 << 32)
-
-
-class FailedInputs:
-    """Stands for a row's input ids after its embedding raised.
-
-    The server reads the ids where it reports an error to the request alone; that is
-    where the exception comes out.
-    """
-
-    def __init__(self, error: Exception):
-        self._error = error
-
-    def squeeze(self, *_: Any) -> Any:
-        raise self._error
-
 
 class GuardedProcessor:
-    """A logits processor that reports what it raises and passes the logits on."""
+    """A logits processor that reports what it raises and passes the logits on.
 
-    def __init__(self, processor: Any, faults: list[tuple[Any, Exception]]):
+    Outside a server nobody takes the report, and the error is raised as before.
+    """
+
+    def __init__(self, processor: Any, batch_gen: Any, uid: int):
         self._processor = processor
-        self._faults = faults
+        self._batch_gen = batch_gen
+        self._uid = uid
         if hasattr(processor, "process_last_token"):
             self.process_last_token = functools.partial(
                 self._guard, processor.process_last_token
@@ -67,40 +54,72 @@ class GuardedProcessor:
         try:
             return call(tokens, logits)
         except Exception as error:
-            self._faults.append((self, error))
+            faults = getattr(self._batch_gen, "row_faults", None)
+            if faults is None:
+                raise
+            faults.append((self._uid, error))
             return logits
 
 
-def give_own_uids(batch_gen: Any) -> None:
-    """Start a batch generator's uids where no other's can reach.
+class RowUid(int):
+    """A row's uid that knows whose it is.
 
-    The server knows rows by uid alone, and makes a new generator whenever it was
-    idle.  With uids that start again, a client that lets go of an old reply cancels
-    whoever has its uid by then.
+    Uids start again with each batch generator, and the server makes a new one
+    whenever it was idle; the queue of a reply does not come again.
     """
-    batch_gen.uid_count = next(_first_uids)
+
+    rqueue: Any
+
+    @classmethod
+    def of(cls, uid: int, rqueue: Any) -> RowUid:
+        """The uid of the row that answers on ``rqueue``."""
+        own = cls(uid)
+        own.rqueue = rqueue
+        return own
+
+
+def claim_uid(cancel: Any, uid: int, rqueue: Any) -> int:
+    """Note that the reply on ``rqueue`` has this uid from now on.
+
+    Args:
+        cancel: the server's method that cancels a uid.
+    """
+    server = getattr(cancel, "__self__", None)
+    if not hasattr(server, "_cancelled"):
+        return uid
+    queues = server.__dict__.setdefault("row_queues", WeakValueDictionary())
+    queues[uid] = rqueue
+    return RowUid.of(uid, rqueue)
+
+
+def is_own_row(server: Any, uid: int) -> bool:
+    """False for the uid of an ended reply that another row has by now.
+
+    A client that lets go of a finished reply late would otherwise cancel a stranger.
+    """
+    rqueue = getattr(uid, "rqueue", None)
+    return rqueue is None or server.row_queues.get(uid) is rqueue
 
 
 def faults_of(server: Any) -> list[tuple[Any, Exception]]:
-    """Faults met since the last step: (uid, guarded processor or row info; error)."""
+    """Faults met since the last step: (uid or the row's info, error)."""
     faults = server.__dict__.get("row_faults")
     if faults is None:
         faults = server.row_faults = []
     return faults
 
 
-def embed_row(server: Any, embed: Callable[[], tuple]) -> tuple:
-    """Embed one request; its error stays with it."""
-    try:
-        return embed()
-    except Exception as error:
-        logger.exception("A request could not be embedded")
-        return FailedInputs(error), {}
-
-
-def guard_processors(server: Any, processors: list[Any]) -> list[Any]:
-    """Guard the logits processors of one row."""
-    return [GuardedProcessor(p, faults_of(server)) for p in processors]
+def guard_queued(batch_gen: Any, uids: Sequence[int]) -> None:
+    """Guard the logits processors of the rows just queued."""
+    wanted = set(uids)
+    batch_gen._unprocessed_sequences = [
+        (
+            (*s[:4], [GuardedProcessor(p, batch_gen, s[0]) for p in s[4]], *s[5:])
+            if s[0] in wanted and s[4]
+            else s
+        )
+        for s in batch_gen._unprocessed_sequences
+    ]
 
 
 def stream_text(server: Any, info: dict[str, Any], advance: Callable[[], str]) -> str:
@@ -129,7 +148,7 @@ def step_and_fail_rows(
     step()
     while faults:
         owner, error = faults.pop(0)
-        uid = _uid_of(owner, batch_gen, active)
+        uid = _uid_of(owner, active)
         info = active.pop(uid, None) if uid is not None else None
         if info is None:
             continue
@@ -261,14 +280,7 @@ def _fail_decoding(batch_gen: Any, faults: list, error: Exception) -> None:
     mx.clear_cache()
 
 
-def _uid_of(owner: Any, batch_gen: Any, active: dict[int, dict]) -> int | None:
+def _uid_of(owner: Any, active: dict[int, dict]) -> int | None:
     if isinstance(owner, int):
         return owner
-    if isinstance(owner, dict):
-        return next((uid for uid, info in active.items() if info is owner), None)
-    for batch in (batch_gen._generation_batch, batch_gen._prompt_batch):
-        rows = getattr(batch, "logits_processors", None) or []
-        for uid, processors in zip(getattr(batch, "uids", ()), rows, strict=False):
-            if any(p is owner for p in processors or ()):
-                return uid
-    return None
+    return next((uid for uid, info in active.items() if info is owner), None)

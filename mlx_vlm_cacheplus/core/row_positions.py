@@ -14,6 +14,7 @@ the row.  Nothing is added to a decode step.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Sequence
@@ -30,10 +31,15 @@ def keeps_positions_on_model(language_model: Any) -> bool:
     Models whose ``get_rope_index`` has another signature (falcon_ocr,
     cohere_compass) are left alone.
     """
-    get_rope_index = getattr(language_model, "get_rope_index", None)
+    return hasattr(language_model, "_rope_deltas") and _takes_media_grids(
+        getattr(type(language_model), "get_rope_index", None)
+    )
+
+
+@functools.cache
+def _takes_media_grids(get_rope_index: Any) -> bool:
     return (
-        hasattr(language_model, "_rope_deltas")
-        and callable(get_rope_index)
+        callable(get_rope_index)
         and "video_grid_thw" in inspect.signature(get_rope_index).parameters
     )
 

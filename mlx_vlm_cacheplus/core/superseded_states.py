@@ -12,7 +12,7 @@ spare a rewritten reply still finds the state at the end of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 # The final state of a prompt and one on the stride below it.
@@ -26,32 +26,6 @@ def bounded_captures(lengths: list[int]) -> list[int]:
     so that a long cold prompt alone would fill a table of any size.
     """
     return lengths[-CAPTURES_PER_PROMPT:]
-
-
-def store_superseding(
-    manager: Any,
-    token_ids: Sequence[int],
-    prompt_cache: Sequence[Any],
-    extra_hash: int,
-    store: Callable[[], bool],
-) -> bool:
-    """Store a whole state in the places of those that it supersedes.
-
-    Args:
-        manager: the cache's storage manager.
-        token_ids: the state's key.
-        prompt_cache: the state, one entry a layer; borrowed.
-        extra_hash: the key's salt.
-        store: stock's store, which decides whether the state is taken.
-    """
-    from mlx_vlm.apc import _cache_nbytes
-
-    if manager._exact_cache_max > 0 and token_ids:
-        nbytes = _cache_nbytes(prompt_cache)
-        # One that will be refused must not cost its predecessors.
-        if nbytes <= manager.memory_max_bytes:
-            make_room_for_successor(manager, token_ids, extra_hash, nbytes)
-    return store()
 
 
 def make_room_for_successor(
@@ -69,9 +43,14 @@ def make_room_for_successor(
         How many states were dropped.
     """
     table = manager._exact_cache
+    ids = tuple(token_ids)
     dropped = 0
     with manager.lock:
-        for key in _superseded(table, tuple(token_ids), int(extra_hash)):
+        if any(
+            e.token_ids == ids and e.extra_hash == extra_hash for e in table.values()
+        ):
+            return 0  # it takes its own place again
+        for key in _superseded(table, ids, int(extra_hash)):
             has_place = len(table) < manager._exact_cache_max
             has_bytes = (
                 manager._resident_bytes_locked() + nbytes <= manager.memory_max_bytes

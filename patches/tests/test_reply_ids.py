@@ -51,7 +51,7 @@ def read(server, text, media=()):
         "input_ids": mx.array([ids]),
         "attention_mask": mx.array([[1] * len(ids)]),
     }
-    out = respell_inputs(server, text, inputs, media)
+    out = respell_inputs(server, text, inputs, media, None)
     assert out["attention_mask"].shape == out["input_ids"].shape
     return out["input_ids"].tolist()[0]
 

@@ -23,7 +23,8 @@ class Disk:
 
     def find_exact_prefix(self, ids, *, max_prefix_tokens, **_):
         length = len(self.prefix)
-        return length <= max_prefix_tokens and ids[:length] == self.prefix
+        fits = length <= max_prefix_tokens and ids[:length] == self.prefix
+        return (hash(self.prefix), length) if fits else None
 
 
 class Generator(SimpleNamespace):
@@ -43,6 +44,7 @@ def make(prompts, known=(), layers=(DENSE, RECURRENT), disk=None, **fields):
     )
     defaults = {
         "prefill_batch_size": 4,
+        "completion_batch_size": 32,
         "_unprocessed_sequences": [
             (uid, ids, 8, {}, None, None) for uid, ids in enumerate(prompts)
         ],
@@ -112,3 +114,16 @@ def test_the_size_comes_back_after_an_error():
     with pytest.raises(ValueError), core.rows_that_fit_together(generator):
         raise ValueError("prefill")
     assert generator.prefill_batch_size == 4
+
+
+def test_nothing_is_looked_up_while_the_batch_is_full():
+    generator = make([[1, 2, 3], [1, 2, 4]], known=[([1, 2], 0)])
+    generator._generation_batch = [None] * 30
+    generator._apc_extra_hash = None  # a lookup would call it
+    assert size_inside(generator) == 4
+
+
+def test_warm_rows_with_as_many_tokens_left_go_together():
+    known = [([1, 2, 3], 0)]
+    assert size_inside(make([[1, 2, 3, 4], [1, 2, 3, 5]], known=known)) == 4
+    assert size_inside(make([[1, 2, 3, 4], [1, 2, 3, 5, 6]], known=known)) == 1

@@ -45,14 +45,14 @@ ODD = [ord(c) for c in "abab"]
 
 
 def spell(store, text, stops=STOPS):
-    ids = store.spell(text, TOKENIZER.encode(text), TOKENIZER, stops)
+    ids = store.spell(text, TOKENIZER.encode(text), TOKENIZER, stops, None)
     assert TOKENIZER.decode(ids) == text
     return ids
 
 
 def remember(store, prompt=PROMPT, reply=(*ODD, END)):
     ids = TOKENIZER.encode(prompt)
-    store.note_prompt(prompt, ids)
+    store.note_prompt(prompt, ids, None)
     store.note_reply([*ids, *reply], len(ids))
     return [*ids, *reply]
 
@@ -114,7 +114,7 @@ def test_a_stop_token_that_is_text_to_the_tokenizer_changes_nothing(store):
     remember(store)
     text = PROMPT + "abab<end>x"
     plain = [ord(c) for c in text]
-    assert store.spell(text, plain, TOKENIZER, STOPS) == plain
+    assert store.spell(text, plain, TOKENIZER, STOPS, None) == plain
 
 
 def test_the_longest_known_conversation_wins(store):
@@ -154,7 +154,7 @@ def test_only_rows_that_were_committed_are_noted():
     store = core.reply_ids_of(manager)
     assert core.reply_ids_of(manager) is store
     ids = TOKENIZER.encode(PROMPT)
-    store.note_prompt(PROMPT, ids)
+    store.note_prompt(PROMPT, ids, None)
     row = SimpleNamespace(
         coordinator=SimpleNamespace(manager=manager),
         ids=[*ids, *ODD, END],
@@ -184,7 +184,7 @@ def inputs(text, **more):
 
 
 def respell(generator, text, raw, media=((), None, None)):
-    return core.respell_inputs(generator, text, raw, media)
+    return core.respell_inputs(generator, text, raw, media, None)
 
 
 @pytest.fixture
@@ -218,3 +218,26 @@ def test_inputs_with_media_or_without_a_cache_pass_unchanged(generator):
     assert respell(SimpleNamespace(apc_manager=None), TURN, raw) is raw
     aligned = inputs(TURN, token_type_ids=mx.array([[0]]))
     assert respell(generator, TURN, aligned) is aligned
+
+
+def test_a_tenant_does_not_get_another_tenants_spelling():
+    store = core.ReplyIds()
+    ids = TOKENIZER.encode(PROMPT)
+    store.note_prompt(PROMPT, ids, "a")
+    store.note_reply([*ids, *ODD, END], len(ids))
+    text = PROMPT + TOKENIZER.decode(ODD) + "<end>"
+    plain = TOKENIZER.encode(text)
+    assert store.spell(text, plain, TOKENIZER, STOPS, "a") != plain
+    assert store.spell(text, plain, TOKENIZER, STOPS, "b") == plain
+    assert store.spell(text, plain, TOKENIZER, STOPS, None) == plain
+
+
+def test_the_tables_are_bounded_in_bytes(monkeypatch):
+    monkeypatch.setattr(core, "MAX_BYTES", 400)
+    store = core.ReplyIds()
+    for i in range(20):
+        ids = [i + 1] * 20
+        store.note_prompt("x" * 20, ids, None)
+        store.note_reply([*ids, 5], len(ids))
+    assert 1 <= len(store._replies) < 20 and 1 <= len(store._prompts) <= 20
+    assert sum(reply.nbytes for reply in store._replies.values()) <= 400

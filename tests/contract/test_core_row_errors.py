@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mlx_vlm_cacheplus.changes.row_errors import FailedInputs
 from mlx_vlm_cacheplus.core import row_errors as core
 
 
@@ -213,30 +214,30 @@ def raising(*_):
 
 def test_a_processor_that_raises_passes_the_logits_on():
     faults = []
-    guarded = core.GuardedProcessor(raising, faults)
+    guarded = core.GuardedProcessor(raising, SimpleNamespace(row_faults=faults), 7)
     assert guarded([1], "logits") == "logits"
-    assert [owner for owner, _ in faults] == [guarded]
+    assert [owner for owner, _ in faults] == [7]
 
 
 def test_the_other_form_of_a_processor_is_guarded_too():
     faults = []
     inner = SimpleNamespace(process_last_token=raising, tag=5)
-    guarded = core.GuardedProcessor(inner, faults)
+    guarded = core.GuardedProcessor(inner, SimpleNamespace(row_faults=faults), 7)
     assert guarded.process_last_token(1, "logits") == "logits"
     assert len(faults) == 1 and guarded.tag == 5
-    assert not hasattr(core.GuardedProcessor(raising, faults), "process_last_token")
+    assert not hasattr(core.GuardedProcessor(raising, None, 7), "process_last_token")
 
 
 def test_a_guarded_processor_can_be_copied():
-    guarded = copy.copy(core.GuardedProcessor(raising, []))
+    guarded = copy.copy(
+        core.GuardedProcessor(raising, SimpleNamespace(row_faults=[]), 7)
+    )
     assert guarded(1, "logits") == "logits"
 
 
 def test_an_embedding_that_raises_comes_out_where_the_ids_are_read():
-    ids, kwargs = core.embed_row(None, raising)
-    assert kwargs == {}
     with pytest.raises(Planted):
-        ids.squeeze(0)
+        FailedInputs(Planted()).squeeze(0)
 
 
 def make_server(uids):
@@ -270,7 +271,9 @@ def test_only_the_owner_is_told_and_removed():
 
 def test_a_processors_row_is_found_in_the_batch():
     server, generator, active = make_server([7, 8])
-    guarded = core.guard_processors(server, [raising])
+    generator._unprocessed_sequences = [(8, [1], 4, {}, [raising], None)]
+    core.guard_queued(generator, [8])
+    guarded = generator._unprocessed_sequences[0][4]
     generator._generation_batch.logits_processors = [None, guarded]
     core.step_and_fail_rows(
         server, generator, active, lambda: guarded[0]([1], "logits")
@@ -289,3 +292,25 @@ def test_several_errors_of_one_row_fail_it_once_and_unknown_owners_nobody():
     core.step_and_fail_rows(server, generator, active, step)
     assert len(drain(seven)) == 2 and generator.removed == [7]
     assert not core.faults_of(server)
+
+
+def test_outside_a_server_a_processor_raises_as_before():
+    guarded = core.GuardedProcessor(raising, SimpleNamespace(), 7)
+    with pytest.raises(Planted):
+        guarded([1], "logits")
+
+
+def test_a_uid_of_an_ended_reply_is_not_the_next_rows():
+    class Server:
+        _cancelled = frozenset()
+
+        def cancel(self, uid):
+            pass
+
+    server = Server()
+    old_queue, new_queue = queue.Queue(), queue.Queue()
+    old = core.claim_uid(server.cancel, 0, old_queue)
+    assert old == 0 and core.is_own_row(server, old)
+    new = core.claim_uid(server.cancel, 0, new_queue)
+    assert core.is_own_row(server, new) and not core.is_own_row(server, old)
+    assert core.is_own_row(server, 0), "a plain uid is taken at its word"

@@ -78,23 +78,10 @@ def test_other_conversations_and_longer_states_stay():
     assert manager.keys() == others
 
 
-@pytest.mark.parametrize("ids", [(), THREE])
-@pytest.mark.parametrize("places", [0, 2])
-def test_the_store_decides(ids, places):
-    manager = Manager((ONE, 0), places=places)
-    for answer in (True, False):
-        assert (
-            core.store_superseding(manager, ids, [State.of(400)], 0, lambda a=answer: a)
-            is answer
-        )
-
-
-def test_an_oversize_state_never_costs_its_predecessors():
-    manager = Manager((ONE, 0), (TWO, 0), places=2, budget=1000)
-    assert not core.store_superseding(
-        manager, THREE, [State.of(4000)], 0, lambda: False
-    )
-    assert manager.keys() == [(ONE, 0), (TWO, 0)]
+def test_a_state_that_is_stored_again_takes_its_own_place():
+    manager = Manager((ONE, 0), ((1, 2, 3, 4), 0), places=2, budget=800)
+    assert make_room(manager) == 0
+    assert manager.keys() == [(ONE, 0), ((1, 2, 3, 4), 0)]
 
 
 @pytest.mark.parametrize(

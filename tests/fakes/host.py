@@ -28,7 +28,8 @@ class Settings:
     """What a loaded model depends on.
 
     dtype: parameters are cast to it after loading; None keeps the file's.
-    draft_model, draft_kind, kv_bits, max_kv_size: as the server's options.
+    draft_model, draft_kind, kv_bits, kv_group_size, max_kv_size: as the server's options
+        (the bundled models need a group size of 32).
     apc: prefix cache on or off; the apc_* fields are stock's settings of that name.
     disk: directory for the disk tier; None turns it off.
     env: further environment variables, as (name, value) pairs, set while it is current
@@ -41,6 +42,7 @@ class Settings:
     draft_model: str | None = None
     draft_kind: str | None = None
     kv_bits: float | None = None
+    kv_group_size: int | None = None
     max_kv_size: int | None = None
     apc: bool = True
     apc_block_size: int = 16

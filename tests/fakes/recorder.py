@@ -26,7 +26,7 @@ from typing import Any
 
 KEY = "cacheplus_test_key"
 HOLD_SECONDS = 10.0
-SLOW_SECONDS = 0.3
+SLOW_SECONDS = 2.0
 
 
 @dataclass

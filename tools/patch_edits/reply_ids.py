@@ -7,14 +7,6 @@ SERVER = "mlx_vlm/server/generation.py"
 
 CORE = {"mlx_vlm_cacheplus/core/reply_ids.py": "mlx_vlm/generate/reply_ids.py"}
 
-# The same call in two methods.
-TOKENIZED = (
-    "raw_inputs = self._preprocess_request(\n"
-    "{0}    prompt, images, audio, videos, **args.preprocessing_kwargs()\n"
-    "{0})\n"
-)
-RESPELLED = "{0}raw_inputs = respell_inputs(\n{0}    self, prompt, raw_inputs, (images, audio, videos)\n{0})\n"
-
 EDITS = [
     before(
         AR,
@@ -34,13 +26,18 @@ EDITS = [
         "from ..sample_utils import (",
         "from ..generate.reply_ids import respell_inputs\n",
     ),
-    *(
-        after(
-            SERVER,
-            TOKENIZED.format(" " * indent),
-            RESPELLED.format(" " * indent),
-            within=f"ResponseGenerator.{method}",
-        )
-        for method, indent in (("generate", 12), ("validate_context_budget", 8))
+    after(
+        SERVER,
+        "            raw_inputs = self._preprocess_request(\n"
+        "                prompt, images, audio, videos, **args.preprocessing_kwargs()\n"
+        "            )\n",
+        "            raw_inputs = respell_inputs(\n"
+        "                self,\n"
+        "                prompt,\n"
+        "                raw_inputs,\n"
+        "                (images, audio, videos),\n"
+        "                args.tenant_id,\n"
+        "            )\n",
+        within="ResponseGenerator.generate",
     ),
 ]

@@ -14,15 +14,15 @@ EDITS = [
         "from .row_errors import (\n"
         "    decode_recorded,\n"
         "    extend_recorded,\n"
-        "    give_own_uids,\n"
+        "    guard_queued,\n"
         "    next_isolated,\n"
         ")\n",
     ),
-    Edit(
+    before(
         AR,
-        "        self.uid_count = 0\n",
-        "        give_own_uids(self)\n",
-        within="BatchGenerator.__init__",
+        "        return uids\n",
+        "        guard_queued(self, uids)\n",
+        within="BatchGenerator.insert",
     ),
     Edit(
         AR,
@@ -50,8 +50,8 @@ EDITS = [
         SERVER,
         "from ..sample_utils import (",
         "from ..generate.row_errors import (\n"
-        "    embed_row,\n"
-        "    guard_processors,\n"
+        "    claim_uid,\n"
+        "    is_own_row,\n"
         "    step_and_fail_rows,\n"
         "    stream_text,\n"
         ")\n",
@@ -63,19 +63,28 @@ EDITS = [
         "                        images,\n"
         "                        apc_semantic_hash=request.apc_semantic_hash,\n"
         "                    )\n",
-        "                    embed = partial(\n"
-        "                        self._gpu_embed,\n"
-        "                        raw_inputs,\n"
-        "                        images,\n"
-        "                        apc_semantic_hash=request.apc_semantic_hash,\n"
-        "                    )\n"
-        "                    input_ids, gen_kwargs = embed_row(self, embed)\n",
+        "                    try:\n"
+        "                        input_ids, gen_kwargs = self._gpu_embed(\n"
+        "                            raw_inputs,\n"
+        "                            images,\n"
+        "                            apc_semantic_hash=request.apc_semantic_hash,\n"
+        "                        )\n"
+        "                    except Exception as e:\n"
+        '                        logger.exception("A request could not be embedded")\n'
+        "                        _notify_queues([rqueue], e, None)\n"
+        "                        continue\n",
     ),
     Edit(
         SERVER,
-        "        return processors\n",
-        "        return guard_processors(self, processors)\n",
-        within="ResponseGenerator._make_logits_processors",
+        "        self._uid = uid\n",
+        "        self._uid = claim_uid(cancel_fn, uid, rqueue)\n",
+        within="_TokenIterator.__init__",
+    ),
+    before(
+        SERVER,
+        "        with self._cancel_lock:\n            self._cancelled.add(uid)\n",
+        "        if not is_own_row(self, uid):\n            return\n",
+        within="ResponseGenerator._cancel",
     ),
     after(
         SERVER,

@@ -16,7 +16,7 @@ from .configs import CONFIGS, NAMES
 from .rendering import shared_tokenizer
 from .start import prepare
 from .training import Recipe, measure, steps_for, train
-from .weights import build_model, randomise, save_model
+from .weights import build_model, favour_words, randomise, save_model
 
 __all__ = ["NAMES", "build", "evaluate"]
 
@@ -32,6 +32,7 @@ def build(name: str, options: argparse.Namespace) -> None:
     config = CONFIGS[name](tokenizer)
     model = build_model(config)
     randomise(model, SEEDS[name])
+    favour_words(model, tokenizer)
     steps = STEPS[name] if options.steps is None else options.steps
     seconds = 0.0
     if steps:

@@ -17,12 +17,14 @@ from mlx_vlm.utils import get_model_and_args, update_module_configs
 from tokenizers import Tokenizer
 
 from .configs import PROCESSORS
-from .tokenizer import save_tokenizer
+from .tokenizer import END, save_tokenizer
+from .words import VALUES
 
 # Random models answer with one repeated word unless their weights are larger
 # than usual: three times keeps every layer's share of the output large.
 RANDOM_SCALE = 3.0
 EMBEDDING_SHARE = 0.1
+QUIET, END_SHARE = 0.1, 0.8
 
 
 def build_model(config: dict[str, Any]) -> nn.Module:
@@ -56,6 +58,21 @@ def randomise(model: nn.Module, seed: int) -> None:
 
     model.update(tree_map_with_path(draw, model.parameters()))
     mx.eval(model.parameters())
+
+
+def favour_words(model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Let an untrained model write only words that come back as the same tokens.
+
+    Random replies are full of broken bytes and word parts, which no chat can send back
+    as they were. Small embeddings for everything but the value words keep those from
+    winning; the end token is left in reach, so that some replies end by themselves.
+    """
+    scale = [QUIET] * model.language_model.model.embed_tokens.weight.shape[0]
+    for value in VALUES:
+        scale[tokenizer.encode(f" {value}").ids[0]] = 1.0
+    scale[tokenizer.token_to_id(END)] = END_SHARE
+    embedding = model.language_model.model.embed_tokens
+    embedding.weight = embedding.weight * mx.array(scale)[:, None]
 
 
 def save_model(

@@ -1,0 +1,103 @@
+"""Sessions at once, with hang-ups and errors among them: a cold run's tokens, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.fakes.replies import RequestFailed
+from tests.fakes.server import system, user
+
+SESSIONS, TURNS = 6, 6
+KEYS = ("amber", "briar", "cedar", "dune")
+VALUES = ("fox", "yak", "sun", "owl", "elk", "ant")
+
+
+class Session:
+    """One agent: its conversation, and what came of each request."""
+
+    def __init__(self, server, number: int, seed: int):
+        self.server = server
+        self.random = random.Random(f"{seed} {number}")
+        lines = [
+            f"{self.random.choice(KEYS)} = "
+            + " ".join(self.random.choices(VALUES, k=3))
+            for _ in range(self.random.randint(4, 24))
+        ]
+        rules = system("\n".join([f"Agent {number}.", *lines]))
+        self.asked = [rules, user("get: amber")]
+        self.replies = []
+
+    def run(self):
+        for _ in range(TURNS):
+            dice = self.random.random()
+            if dice < 0.2:
+                self.hang_up(self.random.randint(0, 4))
+            elif dice < 0.3:
+                with pytest.raises(RequestFailed):
+                    self.server.chat(self.asked, temperature="hot")
+            self.ask()
+        return self
+
+    def ask(self):
+        endpoint = self.random.choice(("chat", "responses", "messages"))
+        reply = getattr(self.server, endpoint)(
+            self.asked,
+            max_tokens=self.random.choice((1, 4, 20, 40)),
+            stream=self.random.random() < 0.5,
+        )
+        self.replies.append(reply)
+        message = {"role": "assistant", "content": reply.text.strip() or "nothing"}
+        self.asked += [message, user(f"get: {self.random.choice(KEYS)}")]
+
+    def hang_up(self, lines: int):
+        body = {"model": self.server.settings.model, "messages": self.asked}
+        body |= {"stream": True, "max_tokens": 60, "temperature": 0}
+        with self.server.host.client.stream(
+            "POST", "/v1/chat/completions", json=body
+        ) as answer:
+            arriving = answer.iter_lines()
+            for _ in range(lines):
+                next(arriving, None)
+
+
+def assert_nothing_is_left(server):
+    server.wait_idle()
+    assert not any(block.ref_cnt for block in server.manager.pool)
+    assert not getattr(server.generator, "row_faults", ())
+    store = getattr(server.manager, "reply_ids", None)
+    if store is not None:
+        assert max(len(store._prompts), len(store._replies)) <= 256
+    gc.collect()
+    alive = [o for o in gc.get_objects() if type(o).__name__ == "OutputRow"]
+    assert not alive, "ledgers of rows that have ended"
+    for batch in (o for o in gc.get_objects() if type(o).__name__ == "BatchGenerator"):
+        assert not getattr(batch, "rows_alone", ())
+        assert not getattr(batch, "row_faults", ())
+
+
+@pytest.mark.change("row-positions", "recurrent-rows", "row-errors", "output-tokens")
+@pytest.mark.parametrize("model", ["dense", "hybrid", "window"])
+def test_sessions_at_once_with_hang_ups_and_errors(make_server, model):
+    seed = 3
+    server = make_server(
+        model, apc_checkpoint_entries=32, env={"PREFILL_STEP_SIZE": "64"}
+    )
+    sessions = [Session(server, number, seed) for number in range(SESSIONS)]
+    with ThreadPoolExecutor(SESSIONS) as pool:
+        list(pool.map(Session.run, sessions))
+    assert_nothing_is_left(server)
+    replies = [reply for session in sessions for reply in session.replies]
+    for reply in random.Random(seed).sample(replies, 12):
+        server.assert_cold(reply)
+    # The replies so far are any text; what is kept is asked with one that is not.
+    for session in sessions[:3]:
+        one = server.chat(
+            session.asked, script=" ".join(["fox yak sun"] * 11), max_tokens=60
+        )
+        two = server.chat([*session.asked, one.message(), user("on")], max_tokens=4)
+        assert two.cached_tokens > len(one.prompt_ids)
+        server.assert_cold(two)

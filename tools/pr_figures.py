@@ -1,0 +1,142 @@
+"""The before/after figures of the PR texts, on whichever mlx_vlm is imported.
+
+    python tools/pr_figures.py                              stock
+    python tools/make_patches.py --tree DIR
+    PYTHONPATH=DIR python tools/pr_figures.py               patched
+
+The models, prompts and generators are those of the tests that go upstream (patches/tests): tiny, random, float32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["MLX_VLM_CACHEPLUS"] = "0"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "patches" / "tests"))
+
+
+def row_positions() -> None:
+    """Distance of a row's first log-prob from a cold single row's, in nats."""
+    import test_row_positions as t
+
+    def models() -> tuple[Any, Any]:
+        first, second = (t.build_model(t.qwen3_5_text, t.HYBRID) for _ in range(2))
+        return first, second
+
+    def distance(reference: Any, prompt: list[int], pairs: list) -> str:
+        token, logprob = pairs[0]
+        return f"{abs(logprob - t.cold_logprobs(reference, prompt)[token].item()):.4f}"
+
+    for lengths in ((13,), (5, 31, 13)):
+        model, reference = models()
+        prompts = [t.prompt_of(n, seed) for seed, n in enumerate(lengths)]
+        generator = t.make_generator(model)
+        uids = t.insert(generator, model, prompts)
+        replies = t.drain(generator)
+        for uid, prompt in zip(uids, prompts, strict=True):
+            off = distance(reference, prompt, replies[uid])
+            print(f"{len(lengths)} rows, prompt of {len(prompt):2}: off by {off}")
+    model, fresh = models()
+    manager = t.APCManager(num_blocks=64, block_size=16)
+    prompt = t.prompt_of(40, 1)
+    generator = t.make_generator(model, manager)
+    t.insert(generator, model, [prompt])
+    t.drain(generator)
+    generator, prompt = t.make_generator(fresh, manager), prompt + t.prompt_of(9, 2)
+    (uid,) = t.insert(generator, fresh, [prompt])
+    off = distance(reference, prompt, t.drain(generator)[uid])
+    print(f"1 row, warm, first of a process: off by {off}")
+
+
+def recurrent_rows() -> None:
+    """Tokens of a row that equal the same row's by itself."""
+    import test_recurrent_rows as t
+
+    for lengths in ((49,), (49, 70, 23)):
+        model = t.build_model(t.qwen3_5_text, t.HYBRID)
+        prompts = [t.prompt_of(n, seed) for seed, n in enumerate(lengths, 1)]
+        uids, tokens, cached, _ = t.queue_together(model, prompts)
+        for uid, prompt in zip(uids, prompts, strict=True):
+            solo = t.solo(model, prompt)
+            same = sum(a == b for a, b in zip(tokens[uid], solo, strict=True))
+            print(
+                f"{len(lengths)} rows, prompt of {len(prompt)}, {cached[uid]:2} restored: "
+                f"{same} of {len(solo)} tokens as by itself"
+            )
+
+
+def row_errors() -> None:
+    """Requests that end in an error when one prompt raises in its prefill."""
+    import test_row_errors as t
+
+    patch = t.pytest.MonkeyPatch()
+    model = t.model.__wrapped__(patch)
+    server = t.server.__wrapped__(patch)
+    for rows in (1, 3):
+        prompts = [t.prompt_of(12, seed) for seed in range(rows)]
+        prompts[-1][-1] = t.POISON
+        generator = t.make_generator(model)
+        active = t.activate(t.insert(generator, model, prompts))
+        queues = [info["rqueue"] for info in active.values()]
+        try:
+            t.run(server, generator, active)
+            failed = sum(t.outcome(queue)[1] is not None for queue in queues)
+        except RuntimeError:
+            # What leaves the step fails every request in flight.
+            failed = rows
+        print(f"{rows} rows, one raises: {failed} fail")
+    patch.undo()
+
+
+def output_tokens() -> None:
+    """What the next turn restores of a prompt and its reply, and its tokens against a cold run."""
+    import test_output_tokens as t
+
+    models = {"dense": (t.qwen3, t.DENSE), "hybrid": (t.qwen3_5_text, t.HYBRID)}
+    for name, (module, config) in models.items():
+        for budget in ([30], [34, 30, 45]):
+            model = t.build_model(module, config)
+            manager = t.manager.__wrapped__()
+            prompts = [t.prompt_of(40, seed) for seed in range(len(budget))]
+            generator = t.make_generator(model, manager)
+            uids = t.insert(generator, model, prompts, max_tokens=budget)
+            replies, _ = t.drain(generator)
+            for uid, prompt in zip(uids, prompts, strict=True):
+                history = prompt + replies[uid]
+                after = history + t.prompt_of(5, 9)
+                tokens, restored = _one_row(t, model, after, manager)
+                same = tokens == _one_row(t, model, after, None)[0]
+                print(
+                    f"{name}, {len(budget)} rows: next prompt {len(after)}, history {len(history)}, "
+                    f"restored {restored}, tokens {'equal' if same else 'DIFFERENT'}"
+                )
+
+
+def _one_row(t: Any, model: Any, prompt: list[int], manager: Any) -> tuple[list, int]:
+    generator = t.make_generator(model, manager)
+    (uid,) = t.insert(generator, model, [prompt])
+    tokens, cached = t.drain(generator)
+    return tokens[uid], cached.get(uid, 0)
+
+
+def main() -> int:
+    spec = importlib.util.find_spec("mlx_vlm")
+    if spec is None or spec.origin is None:
+        print("error: mlx_vlm is not installed", file=sys.stderr)
+        return 2
+    patched = (Path(spec.origin).parent / "CACHEPLUS_PATCHED").is_file()
+    print("patched tree" if patched else "stock")
+    logging.disable(logging.ERROR)
+    for figures in (row_positions, recurrent_rows, row_errors, output_tokens):
+        print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
+        figures()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
