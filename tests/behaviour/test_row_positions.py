@@ -49,11 +49,14 @@ def test_ragged_rows_leave_the_keys_of_cold_rows(make_server):
 
 
 @pytest.mark.change("row-positions")
-def test_warm_first_request_of_a_process_starts_at_its_place(make_server, tmp_path):
-    server = make_server("hybrid", disk=tmp_path)
+def test_warm_first_request_of_a_process_starts_at_its_place(make_server, monkeypatch):
+    """A model object that has seen no prompt, and a cache that has."""
+    server = make_server("hybrid")
     one = server.chat(ask(4), max_tokens=4)
-    server.manager.disk.flush()
+    kept = server.manager
+    monkeypatch.setattr(type(kept), "clear", lambda manager: None)
     server.reload()
+    server.manager.__dict__.update(kept.__dict__)
     follow = [*ask(4), one.message(), user("get: briar")]
     two = server.chat(follow, max_tokens=24, logprobs=True)
     assert two.cached_tokens > 0, "nothing was restored, so nothing is shown"
