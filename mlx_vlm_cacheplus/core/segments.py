@@ -12,8 +12,10 @@ Two kinds of layer, decided for each leaf of a cache by its exact type:
 Subclasses of ``KVCache`` may keep more than keys and values, so a type that is not
 listed here becomes an end state through the cache's own snapshot contract.
 
-Ownership: a segment's arrays are evaluated, detached from the cache they came from,
-and never written again.  A restored cache owns the arrays it is given.
+Ownership: a segment's arrays are copies, detached from the cache they came from, and
+never written again.  They are scheduled when they are captured and not waited for:
+the decode step that runs ahead of a row's end would be waited for as well.  A
+restored cache owns the arrays it is given.
 """
 
 from __future__ import annotations
@@ -205,7 +207,7 @@ def capture_span(
         arrays = SLICEABLE[type(leaf)].arrays(leaf)
         of_row = tuple(a[row : row + 1] for a in arrays)
         spans.append(_cut(of_row, first + start, first + stop))
-    mx.eval(spans)
+    mx.async_eval(spans)
     return spans
 
 
@@ -220,20 +222,20 @@ def _extent(leaf: Any, row: int) -> tuple[int, int]:
 def capture_states(prompt_cache: Sequence[Any], row: int) -> list[Any] | None:
     """Copy the other layers of one row as they are now; None if one has no contract.
 
-    The copies are evaluated and share nothing with the live cache.
+    The copies are scheduled and share nothing with the live cache.
     """
     states = []
+    copied: list[mx.array] = []
     for leaf in leaves(prompt_cache):
         if _kind(leaf) != STATE:
             continue
-        copied: list[mx.array] = []
         state = clone_cache_entry(
             _row_of(leaf, row), min_capacity_tokens=None, eval_targets=copied
         )
         if state is None:
             return None
-        mx.eval(copied)
         states.append(state)
+    mx.async_eval(copied)
     return states
 
 
