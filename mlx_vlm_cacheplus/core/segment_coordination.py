@@ -256,7 +256,9 @@ def make_room(manager: Any, allocation_bytes: int, retain_bytes: int) -> bool:
         else max(manager._prefill_reserve_bytes, allocation_bytes)
     )
     segments = manager.segments
-    headroom = segments.nbytes + manager._memory_headroom() - required
+    # Where psutil is missing, stock asks another process for this figure.
+    free = manager._memory_headroom()
+    headroom = segments.nbytes + free - required
     target = max(0, min(manager.memory_max_bytes - retain_bytes, headroom))
     before = segments.evictions
     segments.evict_to(target)
@@ -266,7 +268,7 @@ def make_room(manager: Any, allocation_bytes: int, retain_bytes: int) -> bool:
         with manager.lock:
             manager.stats.evictions += evicted
             manager.stats.memory_evictions += evicted
+        free = manager._memory_headroom()
     return (
-        segments.nbytes + retain_bytes <= manager.memory_max_bytes
-        and manager._memory_headroom() >= required
+        segments.nbytes + retain_bytes <= manager.memory_max_bytes and free >= required
     )
