@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.behaviour.stored import leases
 from tests.fakes.replies import RequestFailed
 from tests.fakes.server import system, user
 
@@ -66,7 +67,7 @@ class Session:
 
 def assert_nothing_is_left(server):
     server.wait_idle()
-    assert not any(block.ref_cnt for block in server.manager.pool)
+    assert not leases(server.manager)
     assert not getattr(server.generator, "row_faults", ())
     store = getattr(server.manager, "reply_ids", None)
     if store is not None:

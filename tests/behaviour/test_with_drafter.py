@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.behaviour.stored import stored
 from tests.fakes.oracle import Oracle, make_drafter
 from tests.fakes.server import system, user
 
@@ -47,22 +48,16 @@ def conversation(server, turns=4, max_tokens=40, before_turn=None):
 
 
 def assert_every_key_is_as_long_as_its_state(server):
-    table = server.manager._exact_cache
-    assert table, "nothing is stored at all"
-    for entry in table.values():
-        lengths = [
-            layer.offset
-            for layer in entry.prompt_cache
-            if isinstance(getattr(layer, "offset", None), int)
-        ]
-        assert lengths and set(lengths) == {len(entry.token_ids)}
+    entries = stored(server.manager)
+    assert entries, "nothing is stored at all"
+    for key, lengths in entries:
+        assert lengths == {len(key)}
 
 
 def assert_no_longer_than_processed(server, replies):
     """Every key is a prefix of a prompt and its reply, the unprocessed end apart."""
     whole = [[*r.prompt_ids, *r.ids] for r in replies]
-    for entry in server.manager._exact_cache.values():
-        key = list(entry.token_ids)
+    for key, _ in stored(server.manager):
         assert any(ids[: len(key)] == key for ids in whole)
 
 
