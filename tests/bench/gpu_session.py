@@ -203,17 +203,24 @@ class Session:
     def pairs(self, bases: dict[str, str], enough: float) -> None:
         """Decode speed of plus beside stock without a cache, free and greedy."""
         said = self.plan.replies[: max(1, self.options.pair_turn - 1)]
-        prompt = self.plan.messages("p", said)
         body = {"temperature": 0, "max_tokens": self.options.pair_tokens}
-        for side in (NO_CACHE, PLUS, NO_CACHE, PLUS):
-            self.ask(bases[side], prompt, **body)
+
+        def prompt(number: int) -> list[dict[str, str]]:
+            # Another last message each time, so that each reply is a new one to keep.
+            *before, last = self.plan.messages("p", said)
+            return [*before, {**last, "content": f"{number:04d} {last['content']}"}]
+
+        for number, side in enumerate((NO_CACHE, PLUS, NO_CACHE, PLUS, PLUS)):
+            self.ask(bases[side], prompt(9000 + number), **body)
             seen(bases[side])
         for number in range(self.options.pairs):
             if time.monotonic() > enough:
                 note(f"  time is up after {number} pairs")
                 break
             order = (NO_CACHE, PLUS) if number % 2 == 0 else (PLUS, NO_CACHE)
-            pair = {side: self.ask(bases[side], prompt, **body) for side in order}
+            pair = {
+                side: self.ask(bases[side], prompt(number), **body) for side in order
+            }
             for side, row in pair.items():
                 gpu_tables.join_seen([row], seen(bases[side]))
             self.rows["pairs"].append(pair)
@@ -251,7 +258,7 @@ def measure(session: Session, work: Path, save: Any) -> None:
             for number in range(options.rounds):
                 for side in group if number % 2 == 0 else group[::-1]:
                     session.round(side, bases[side], number)
-                save()
+                    save()
                 if time.monotonic() > enough:
                     break
     if not options.together:
