@@ -262,7 +262,7 @@ def _apply() -> None:
                 f"{findings[name].line()}; it was asked for by name, so the server does not start without it"
             )
     _process.report = Report(
-        __version__, stock.version, list(findings.values()), _notes()
+        __version__, stock.version, list(findings.values()), _notes(findings)
     )
 
 
@@ -311,9 +311,17 @@ def _apply_one(change: Change, findings: dict[str, Finding]) -> Finding:
     return Finding(change.name, State.APPLIED)
 
 
-def _notes() -> list[str]:
+def _notes(findings: dict[str, Finding]) -> list[str]:
+    from .change import State
     from .settings import describe_prefix_cache
 
     module = sys.modules.get("mlx_vlm.server.runtime")
     config = getattr(getattr(module, "runtime", None), "config", None)
-    return [describe_prefix_cache(config)] if config is not None else []
+    if config is None:
+        return []
+    tree = findings.get("segment-tree")
+    stored_as_tree = tree is not None and tree.state in (
+        State.APPLIED,
+        State.ALREADY_UPSTREAM,
+    )
+    return [describe_prefix_cache(config, stored_as_tree)]

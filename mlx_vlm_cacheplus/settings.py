@@ -237,8 +237,13 @@ def prefix_cache_defaults(changes: Iterable[Change]) -> dict[str, str]:
     return defaults
 
 
-def describe_prefix_cache(config: object) -> str:
-    """One line on the settings in force; config is the stock's RuntimeConfig."""
+def describe_prefix_cache(config: object, tree: bool = False) -> str:
+    """One line on the settings in force.
+
+    Args:
+        config: the stock's RuntimeConfig.
+        tree: whether segments take the place of blocks, whole states and stock's disk tier.
+    """
 
     def value(name: str) -> object:
         return getattr(config, f"apc_{name}", None)
@@ -247,6 +252,8 @@ def describe_prefix_cache(config: object) -> str:
         return "prefix cache: off"
     limit = value("memory_max_gb")
     memory = "automatic" if limit is None else f"{limit:g} GB"
+    if tree:
+        return f"prefix cache: on, a tree of segments, memory {memory}, disk off (stock's disk tier stores blocks, the tree has none yet)"
     disk = "off"
     if value("disk_enabled") and value("disk_path") != "":
         cap = value("disk_max_gb")

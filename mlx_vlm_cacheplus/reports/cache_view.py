@@ -8,7 +8,9 @@ from typing import Any
 
 CACHE_OFF = "the prefix cache is off"
 MEDIA_FOLLOWS = "media in the rest of the prompt"
-MEDIA_BEFORE = "media in the common part: stock restores no blocks with media"
+MEDIA_BEFORE = (
+    "media in the common part: no prefix with media is restored for this model"
+)
 NOT_RESTORABLE = "this model's layers cannot be restored"
 
 
@@ -35,14 +37,19 @@ class CacheView:
     @property
     def block(self) -> int:
         """Tokens that a restored length is rounded to."""
-        return (
-            1 if self.whole_states else int(getattr(self.manager, "block_size", 1) or 1)
-        )
+        if self.whole_states or self.segments:
+            return 1
+        return int(getattr(self.manager, "block_size", 1) or 1)
+
+    @property
+    def segments(self) -> bool:
+        """Whether rows are stored in a tree of segments, which are cut at any token."""
+        return getattr(self.manager, "segments", None) is not None
 
     @property
     def minimum(self) -> int:
         """The shortest prefix that is kept, in tokens."""
-        if not self.whole_states:
+        if self.segments or not self.whole_states:
             return self.block
         return int(getattr(self.manager, "exact_cache_min_tokens", 0) or 0)
 
