@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,31 @@ def check_prefix_cache(environ: Mapping[str, str], source: str) -> None:
             _check_number(environ, name, 0, whole=False)
     for name in APC_NUMBERS:
         _check_number(environ, name, 0, whole=False)
+    _check_budget(environ)
+
+
+def _check_budget(environ: Mapping[str, str]) -> None:
+    """A budget that holds nothing, or more than the machine has, is a slip; stock takes both in silence."""
+    text = environ.get("APC_MEMORY_MAX_GB", "")
+    if not text:
+        return
+    if float(text) == 0:
+        raise UsageError(
+            "APC_MEMORY_MAX_GB='0' leaves the prefix cache no room: set how many GB it may hold, or unset it"
+        )
+    memory = _physical_memory_gb()
+    if memory is not None and float(text) > memory:
+        raise UsageError(
+            f"APC_MEMORY_MAX_GB={text!r} is more than this machine's memory ({memory:.0f} GB): set less, or unset it"
+        )
+
+
+def _physical_memory_gb() -> float | None:
+    """Memory of this machine in GB of 2**30 bytes; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _check_number(

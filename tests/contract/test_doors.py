@@ -197,6 +197,12 @@ def test_all_doors_at_once_apply_once(stock):
         ),
         (["--cacheplus"], {"APC_NUM_BLOCKS": ""}, ["APC_NUM_BLOCKS=''"]),
         (["--cacheplus"], {"APC_MEMORY_MAX_GB": "nan"}, ["APC_MEMORY_MAX_GB='nan'"]),
+        (["--cacheplus"], {"APC_MEMORY_MAX_GB": "0"}, ["APC_MEMORY_MAX_GB", "no room"]),
+        (
+            ["--cacheplus"],
+            {"APC_MEMORY_MAX_GB": "1e7"},
+            ["APC_MEMORY_MAX_GB='1e7'", "memory"],
+        ),
         (["--cacheplus"], {"APC_DISK_MAX_GB": "-1"}, ["APC_DISK_MAX_GB='-1'"]),
         (["--cacheplus"], {"APC_DISK_ENABLED": "maybe"}, ["APC_DISK_ENABLED='maybe'"]),
         (

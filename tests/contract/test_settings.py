@@ -136,3 +136,12 @@ def test_prefix_cache_line():
     )
     Config.apc_enabled = False
     assert settings.describe_prefix_cache(Config()) == "prefix cache: off"
+
+
+def test_the_line_of_a_tree_names_no_blocks_and_says_that_the_disk_is_off():
+    class Config:
+        apc_enabled, apc_memory_max_gb, apc_disk_enabled = True, 1.5, True
+
+    line = settings.describe_prefix_cache(Config(), tree=True)
+    assert "tree of segments, memory 1.5 GB, disk off" in line
+    assert "blocks of" not in line
