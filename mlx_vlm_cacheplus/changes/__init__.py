@@ -15,6 +15,7 @@ ORDER: tuple[str, ...] = (
     "row-errors",
     "output-tokens",
     "reply-ids",
+    "volatile-lines",
     "segment-tree",
     # Last: it reads what the others leave behind.
     "reuse-record",
