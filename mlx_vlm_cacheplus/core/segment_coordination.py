@@ -57,15 +57,11 @@ def lookup(
     if not coordinator.enabled or len(token_ids) < 2:
         return None
     manager = coordinator.manager
-    # Stock does not restore prefixes with media for layouts that it keeps in blocks.
-    media_allowed = coordinator.is_checkpoint
 
+    # A prefix may hold media on every layout: the salt names the prompt's pictures,
+    # and each row has its own positions.
     def usable(length: int) -> bool:
-        return (
-            length > safe_lookup_min
-            and suffix_is_text_only(length)
-            and (media_allowed or not prefix_has_media(length))
-        )
+        return length > safe_lookup_min and suffix_is_text_only(length)
 
     try:
         _remember_divergence(coordinator, token_ids, extra_hash)
