@@ -8,7 +8,10 @@
 How a change gets its patch: add tools/patch_edits/<change>.py with
 
     CORE = {"mlx_vlm_cacheplus/core/row_positions.py": "mlx_vlm/generate/row_positions.py"}
-    EDITS = [Edit(path, anchor, replacement), after(path, anchor, text, within="Class.method")]
+    EDITS = [
+        Edit(path, anchor, replacement), after(path, anchor, text, within="Class.method"),
+        Delete(path, "Class.method"), Body(path, "Class.method", text), Cut(path, first, last),
+    ]
 
 and patches/tests/test_<change>.py, the test that goes upstream with it; run this.
 """
@@ -81,6 +84,8 @@ def write_tree(steps: list[Step], stock: Path, target: Path, upto: str | None) -
             place = target / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text, encoding="utf-8")
+        for path in step.removed:
+            (target / path).unlink()
     (package / MARK).write_text("\n".join(chosen) + "\n", encoding="utf-8")
     return package
 

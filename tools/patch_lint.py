@@ -137,7 +137,8 @@ def _apply_all(
         said = (done.stdout + done.stderr).strip()
         if done.returncode or re.search(r"fuzz|offset", said):
             return [f"{step.filename} does not apply cleanly with {label}: {said}"]
-        wrong = [
+        wrong = [path for path in step.removed if (work / path).exists()]
+        wrong += [
             path
             for path, after in step.after.items()
             if (work / path).read_text(encoding="utf-8") != after

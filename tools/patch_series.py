@@ -42,6 +42,7 @@ class Step:
     before: dict[str, str | None] = field(default_factory=dict)
     after: dict[str, str] = field(default_factory=dict)
     core: dict[str, str] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
 
     @property
     def filename(self) -> str:
@@ -100,8 +101,13 @@ def _build_step(change: Change, tree: Tree, moved: dict[str, str]) -> Step:
         _tidy(tree, old, path)
     _add_test(change, tree)
     for path, text in tree.files.items():
-        if text is not None and text != old.read(path):
-            step.before[path], step.after[path] = old.read(path), text
+        if text == old.read(path):
+            continue
+        step.before[path] = old.read(path)
+        if text is None:
+            step.removed.append(path)
+        else:
+            step.after[path] = text
     return step
 
 
@@ -130,8 +136,8 @@ def _add_test(change: Change, tree: Tree) -> None:
 def patch_text(step: Step) -> str:
     """Return the text of a patch file."""
     parts = [header(step.change), "---\n"]
-    for path in sorted(step.after):
-        parts.extend(_diff(path, step.before[path], step.after[path]))
+    for path in sorted([*step.after, *step.removed]):
+        parts.extend(_diff(path, step.before[path], step.after.get(path)))
     return "".join(parts)
 
 
@@ -160,17 +166,18 @@ def header(change: Change) -> str:
     )
 
 
-def _diff(path: str, old: str | None, new: str) -> Iterator[str]:
-    if not new.endswith("\n") or (old is not None and not old.endswith("\n")):
+def _diff(path: str, old: str | None, new: str | None) -> Iterator[str]:
+    if any(text is not None and not text.endswith("\n") for text in (old, new)):
         raise PatchProblem(f"{path} does not end with a newline")
     yield f"diff --git a/{path} b/{path}\n"
     if old is None:
-        yield "new file mode 100644\n--- /dev/null\n"
-    else:
-        yield f"--- a/{path}\n"
-    yield f"+++ b/{path}\n"
+        yield "new file mode 100644\n"
+    if new is None:
+        yield "deleted file mode 100644\n"
+    yield "--- /dev/null\n" if old is None else f"--- a/{path}\n"
+    yield "+++ /dev/null\n" if new is None else f"+++ b/{path}\n"
     before = [] if old is None else old.splitlines(keepends=True)
-    after = new.splitlines(keepends=True)
+    after = [] if new is None else new.splitlines(keepends=True)
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     matcher.opcodes = _slid(matcher.get_opcodes(), before, after)
     for group in matcher.get_grouped_opcodes(CONTEXT):

@@ -1,8 +1,9 @@
 """A stock tree in memory, and the edits that turn it into a patched one.
 
-An edit names a short exact anchor in one file.  The anchor must occur exactly once
-(within a class or function, where ``within`` names one), so that an edit can never
-land in another place than the one it was written for.
+An edit names a short exact anchor in one file, or a class or function by its name.
+What it names must be there exactly once (within a class or function, where ``within``
+names one), so that an edit can never land in another place than the one it was written
+for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import textwrap
 from base64 import urlsafe_b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,8 @@ import black
 import isort
 
 PACKAGE = "mlx_vlm"
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class PatchProblem(Exception):
@@ -49,6 +53,50 @@ def before(path: str, anchor: str, text: str, within: str | None = None) -> Edit
     return Edit(path, anchor, text + anchor, within)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Put ``replacement`` in the place of all from ``first`` up to and without ``last``.
+
+    last: the next of its kind behind ``first``; None for the end of ``within``.
+    """
+
+    path: str
+    first: str
+    last: str | None
+    replacement: str = ""
+    within: str | None = None
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Remove a class or function with its decorators and the comment right above it."""
+
+    path: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Body:
+    """Give a function another body, docstring included; its signature stays.
+
+    text: the new body, indented as if the function stood at the margin.
+    """
+
+    path: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class DeleteFile:
+    """Remove a file."""
+
+    path: str
+
+
+AnyEdit = Edit | Cut | Delete | Body | DeleteFile
+
+
 @dataclass
 class Tree:
     """The files of a package by path, read on demand; what was written stays here."""
@@ -65,8 +113,8 @@ class Tree:
             )
         return self.files[path]
 
-    def write(self, path: str, text: str) -> None:
-        """Set the text of a file; the folder on disk is left alone."""
+    def write(self, path: str, text: str | None) -> None:
+        """Set the text of a file, None for none; the folder on disk is left alone."""
         self.files[path] = text
 
     def copy(self) -> Tree:
@@ -74,54 +122,104 @@ class Tree:
         return Tree(self.folder, dict(self.files))
 
 
-def apply_edit(tree: Tree, edit: Edit, change: str) -> None:
-    """Apply one edit; raises PatchProblem where the anchor is not there exactly once."""
+def apply_edit(tree: Tree, edit: AnyEdit, change: str) -> None:
+    """Apply one edit; raises PatchProblem where what it names is not there once."""
     text = tree.read(edit.path)
     where = f"{change}: {edit.path}"
     if text is None:
         raise PatchProblem(f"{where} does not exist in this stock: find its new place")
+    if isinstance(edit, DeleteFile):
+        tree.write(edit.path, None)
+        return
+    if isinstance(edit, Edit):
+        start = _find(text, edit.anchor, edit.within, where)
+        end, new = start + len(edit.anchor), edit.replacement
+    elif isinstance(edit, Cut):
+        start = _find(text, edit.first, edit.within, where)
+        end, new = _end_of_cut(text, edit, start, where), edit.replacement
+    elif isinstance(edit, Delete):
+        (start, end), new = _whole_span(text, edit.name, where), ""
+    else:
+        (start, end), new = _body_span(text, edit.name, where), edit.text
+        margin = "    " * edit.name.count(".")
+        new = textwrap.indent(new, margin)
+    tree.write(edit.path, text[:start] + new + text[end:])
+
+
+def _find(text: str, anchor: str, within: str | None, where: str) -> int:
+    """Return where the anchor begins, which must be there once."""
     start, end = 0, len(text)
-    if edit.within:
-        start, end = _span(text, edit.within, where)
-    count = text[start:end].count(edit.anchor)
+    if within:
+        start, end = _span(text, within, where)
+    count = text[start:end].count(anchor)
     if count != 1:
         hint = (
             "upstream has rewritten it: read the new code and choose a new anchor"
             if count == 0
             else "make the anchor longer, or name the function with within="
         )
-        scope = f" within {edit.within}" if edit.within else ""
+        scope = f" within {within}" if within else ""
         raise PatchProblem(
             f"{where}: the anchor occurs {count} times{scope}, not once ({hint}):\n"
-            f"{edit.anchor}"
+            f"{anchor}"
         )
-    at = text.index(edit.anchor, start, end)
-    tree.write(edit.path, text[:at] + edit.replacement + text[at + len(edit.anchor) :])
+    return text.index(anchor, start, end)
+
+
+def _end_of_cut(text: str, edit: Cut, start: int, where: str) -> int:
+    end = _span(text, edit.within, where)[1] if edit.within else len(text)
+    if edit.last is None:
+        return end
+    at = text.find(edit.last, start + len(edit.first), end)
+    if at < 0:
+        raise PatchProblem(
+            f"{where}: the end of the cut is not behind its start:\n{edit.last}"
+        )
+    return at
+
+
+def _node(text: str, qualname: str, where: str) -> Definition:
+    """Return the syntax tree of a class or function."""
+    body = ast.parse(text).body
+    node: Definition | None = None
+    for part in qualname.split("."):
+        node = next(
+            (n for n in body if isinstance(n, DEFINITIONS) and n.name == part), None
+        )
+        if node is None:
+            raise PatchProblem(f"{where} has no {qualname}: find where it has gone")
+        body = node.body
+    assert node is not None
+    return node
+
+
+def _lines_span(text: str, first: int, last: int | None) -> tuple[int, int]:
+    """Return the character range of lines, counted from 1, both included."""
+    lines = text.splitlines(keepends=True)
+    start = sum(len(line) for line in lines[: first - 1])
+    return start, start + sum(len(line) for line in lines[first - 1 : last])
 
 
 def _span(text: str, qualname: str, where: str) -> tuple[int, int]:
     """Return the character range of a class or function, decorators excluded."""
-    body = ast.parse(text).body
-    node: ast.stmt | None = None
-    for part in qualname.split("."):
-        node = next(
-            (
-                n
-                for n in body
-                if isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-                and n.name == part
-            ),
-            None,
-        )
-        if node is None:
-            raise PatchProblem(f"{where} has no {qualname}: find where it has gone")
-        body = node.body  # type: ignore[attr-defined]
-    assert node is not None
-    lines = text.splitlines(keepends=True)
-    start = sum(len(line) for line in lines[: node.lineno - 1])
-    return start, start + sum(
-        len(line) for line in lines[node.lineno - 1 : node.end_lineno]
-    )
+    node = _node(text, qualname, where)
+    return _lines_span(text, node.lineno, node.end_lineno)
+
+
+def _whole_span(text: str, qualname: str, where: str) -> tuple[int, int]:
+    """Return its range with its decorators and the comment right above them."""
+    node = _node(text, qualname, where)
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    lines = text.splitlines()
+    while first > 1 and lines[first - 2].lstrip().startswith("#"):
+        first -= 1
+    return _lines_span(text, first, node.end_lineno)
+
+
+def _body_span(text: str, qualname: str, where: str) -> tuple[int, int]:
+    """Return the range of what stands below its signature."""
+    node = _node(text, qualname, where)
+    return _lines_span(text, node.body[0].lineno, node.end_lineno)
 
 
 # -- core files ----------------------------------------------------------------
@@ -140,6 +238,14 @@ def as_upstream(text: str, source: str, target: str, moved: dict[str, str]) -> s
             continue
         line = lines[node.lineno - 1]
         full = _absolute(node, _module(source))
+        siblings = [f"{full}.{alias.name}" for alias in node.names]
+        if full not in modules and all(name in modules for name in siblings):
+            # ``from . import a, b``, where a and b are modules of their own.
+            lines[node.lineno - 1] = "".join(
+                _import_of(modules[f"{full}.{alias.name}"], alias, _module(target))
+                for alias in node.names
+            )
+            continue
         if full.split(".")[0] not in (PACKAGE, _module(source).split(".")[0]):
             continue
         if full.split(".")[0] != PACKAGE and full not in modules:
@@ -181,6 +287,14 @@ def _absolute(node: ast.ImportFrom, module: str) -> str:
         return node.module or ""
     parent = module.split(".")[: -node.level]
     return ".".join([*parent, *([node.module] if node.module else [])])
+
+
+def _import_of(module: str, alias: ast.alias, importer: str) -> str:
+    """Return the line that imports a module under the name that the core file uses."""
+    parent, _, name = module.rpartition(".")
+    used = alias.asname or alias.name
+    renamed = "" if name == used else f" as {used}"
+    return f"from {_relative(parent, importer)} import {name}{renamed}\n"
 
 
 def _relative(module: str, importer: str) -> str:

@@ -117,6 +117,51 @@ def output_tokens() -> None:
                 )
 
 
+def segment_tree() -> None:
+    """What a prompt restores of what was read before, and its tokens against a cold run."""
+    import test_segment_tree as t
+
+    models = {"dense": (t.qwen3, t.DENSE), "hybrid": (t.qwen3_5_text, t.HYBRID)}
+    for name, (module, config) in models.items():
+        model = t.build_model(module, config)
+        for rows in (1, 3):
+            for label, before, asked in _conversations(t, model, rows):
+                manager = t.make_manager()
+                for prompts in before:
+                    t.run(model, manager, prompts)
+                tokens, restored = t.run(model, manager, asked)
+                same = tokens == [t.run(model, None, [ask])[0][0] for ask in asked]
+                print(
+                    f"{name}, {label}, {rows} rows: prompts {[len(a) for a in asked]}, "
+                    f"restored {restored}, tokens {'equal' if same else 'DIFFERENT'}"
+                )
+
+
+def _conversations(t: Any, model: Any, rows: int) -> list[tuple[str, list, list]]:
+    """What is asked of a tree: a name, the prompts before, and the prompts measured."""
+    seeds = range(1, rows + 1)
+    system, shared = t.text(60, 1), t.text(45, 1)
+    asked = [t.text(40 + 7 * seed, seed) for seed in seeds]
+    turns = [
+        a + reply + t.text(5, 9)
+        for a, reply in zip(asked, t.run(model, None, asked)[0], strict=True)
+    ]
+    return [
+        ("same prompt again", [asked], asked),
+        ("next turn", [asked], turns),
+        (
+            "new chat, same system text",
+            [[t.chat(system, t.text(20, 8))]],
+            [t.chat(system, t.text(25 + seed, seed)) for seed in seeds],
+        ),
+        (
+            "third prompt that leaves at 45",
+            [[shared + t.text(30, 8)], [shared + t.text(30, 9)]],
+            [shared + t.text(30 + seed, seed) for seed in seeds],
+        ),
+    ]
+
+
 def _one_row(t: Any, model: Any, prompt: list[int], manager: Any) -> tuple[list, int]:
     generator = t.make_generator(model, manager)
     (uid,) = t.insert(generator, model, [prompt])
@@ -132,7 +177,13 @@ def main() -> int:
     patched = (Path(spec.origin).parent / "CACHEPLUS_PATCHED").is_file()
     print("patched tree" if patched else "stock")
     logging.disable(logging.ERROR)
-    for figures in (row_positions, recurrent_rows, row_errors, output_tokens):
+    for figures in (
+        row_positions,
+        recurrent_rows,
+        row_errors,
+        output_tokens,
+        segment_tree,
+    ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
         figures()
     return 0

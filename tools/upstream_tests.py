@@ -4,7 +4,9 @@
     python tools/upstream_tests.py DIR --runs plugin     one of stock, plugin, patched
 
 DIR holds upstream's `tests` folder, fetched by hand; see docs/UPSTREAM_TESTS.md. Only the
-tests of tests/upstream/accept_<version>.txt run: those that pass on stock.
+tests of tests/upstream/accept_<version>.txt run: those that pass on stock. Those of
+tests/upstream/replaced_by_*.txt ask for internals that a change replaces: where they fail
+with that change they are counted apart, and one that passes on the patched tree is stale.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCEPT = ROOT / "tests" / "upstream" / "accept_0.7.10.txt"
+REPLACED = sorted((ROOT / "tests" / "upstream").glob("replaced_by_*.txt"))
 RUNS = ("stock", "plugin", "patched")
 RUN_SECONDS = 1200
 TEST_SECONDS = 60
@@ -28,11 +31,13 @@ TEST_SECONDS = 60
 
 @dataclass
 class Result:
-    """How one run ended."""
+    """How one run ended; ``failed`` without the tests that a change has replaced."""
 
     name: str
     passed: int
     failed: list[str]
+    replaced: int
+    stale: list[str]
     seconds: float
     tail: str
 
@@ -65,10 +70,23 @@ def run_tests(folder: Path, name: str, extra: list[str]) -> Result:
             timeout=RUN_SECONDS,
             check=False,
         )
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    seconds = time.monotonic() - started
+    broken = re.findall(
+        r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE
+    )
     counted = re.search(r"(\d+) passed", done.stdout)
     passed = int(counted.group(1)) if counted else 0
-    return Result(name, passed, failed, time.monotonic() - started, done.stdout[-6000:])
+    known = set() if name == "stock" else replaced_tests()
+    failed = [test for test in broken if test not in known]
+    stale = sorted(known - set(broken)) if name == "patched" and not extra else []
+    tail = done.stdout[-6000:]
+    return Result(name, passed, failed, len(broken) - len(failed), stale, seconds, tail)
+
+
+def replaced_tests() -> set[str]:
+    """Return the tests that ask for what a change of ours replaces."""
+    lines = [s for path in REPLACED for s in path.read_text("utf-8").splitlines()]
+    return {line for line in lines if line and not line.startswith("#")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,11 +107,17 @@ def main(arguments: list[str] | None = None) -> int:
     for result in results:
         if result.failed or not result.passed:
             print(f"--- {result.name} ---\n{result.tail}")
-    print(f"{'run':<10}{'accepted':>10}{'passed':>10}{'failed':>10}")
+            print("\n".join(result.failed))
+        for test in result.stale:
+            print(f"{result.name}: listed as replaced, and passes: {test}")
+    print(f"{'run':<10}{'accepted':>10}{'passed':>10}{'replaced':>10}{'failed':>10}")
     for result in results:
-        numbers = f"{accepted:>10}{result.passed:>10}{len(result.failed):>10}"
-        print(f"{result.name:<10}{numbers}{result.seconds:>9.1f} s")
-    return 0 if all(r.passed and not r.failed for r in results) else 1
+        numbers = f"{accepted:>10}{result.passed:>10}{result.replaced:>10}"
+        print(
+            f"{result.name:<10}{numbers}{len(result.failed):>10}{result.seconds:>9.1f} s"
+        )
+    good = all(r.passed and not r.failed and not r.stale for r in results)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def stored(manager: Any) -> list[tuple[list[int], set[int]]]:
 def leases(manager: Any) -> int:
     """Leases that requests hold."""
     segments = getattr(manager, "segments", None)
-    blocks = sum(block.ref_cnt for block in manager.pool)
+    blocks = sum(block.ref_cnt for block in getattr(manager, "pool", ()))
     return blocks + (segments.statistics()["leases"] if segments else 0)
 
 

@@ -29,7 +29,7 @@ generation = importlib.import_module("mlx_vlm.server.generation")
 def stored(manager):
     """Key lengths of everything in the cache: whole states, then blocks."""
     states = [len(key) for key, _ in entries(manager)]
-    return states + [BLOCK] * len(manager.hash_table)
+    return states + [BLOCK] * len(getattr(manager, "hash_table", ()))
 
 
 def next_turn(reply, text="get: amber again"):

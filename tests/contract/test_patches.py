@@ -10,7 +10,17 @@ import pytest
 from mlx_vlm_cacheplus.changes import load_changes
 from mlx_vlm_cacheplus.fingerprint import StockTree
 from tools import make_patches, patch_lint, patch_series, patch_tree
-from tools.patch_tree import Edit, PatchProblem, Tree, after, apply_edit
+from tools.patch_tree import (
+    Body,
+    Cut,
+    Delete,
+    DeleteFile,
+    Edit,
+    PatchProblem,
+    Tree,
+    after,
+    apply_edit,
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +102,12 @@ def test_plugin_finds_each_change_in_the_tree_that_ends_with_it(steps, trees):
 
 def test_patched_tree_imports_its_own_modules(steps, trees):
     last = steps[-1].change.name
+    removed = {path for step in steps for path in step.removed}
     modules = [
         target.removesuffix(".py").replace("/", ".")
         for step in steps
         for target in step.core.values()
+        if target not in removed
     ]
     code = f"import importlib\nfor m in {modules!r}: importlib.import_module(m)\n"
     code += "import mlx_vlm.server, sys\n"
@@ -132,10 +144,82 @@ def test_edit_lands_within_the_function_it_names(small):
     assert small.read("mlx_vlm/a.py").endswith("return 2\n")
 
 
+SMALL = """\
+import b
+
+
+# why it is here
+@b.decorated
+def old():
+    return 0
+
+
+class A:
+    def f(
+        self,
+    ):
+        "What f does."
+        return 1
+
+    def g(self):
+        return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("edit", "gone", "there"),
+    [
+        (Delete("mlx_vlm/a.py", "old"), ["why", "decorated", "return 0"], "import b"),
+        (Delete("mlx_vlm/a.py", "A.f"), ["def f", "What f does"], "def g"),
+        (
+            Body("mlx_vlm/a.py", "A.f", "    return 2\n"),
+            ["What f does"],
+            "    ):\n        return 2\n\n    def g",
+        ),
+        (
+            Cut("mlx_vlm/a.py", "        return 1", None, "        pass\n", "A.g"),
+            [],
+            "def g(self):\n        pass\n",
+        ),
+        (
+            Cut("mlx_vlm/a.py", "# why", "class A", within=None),
+            ["why", "decorated", "old"],
+            "import b\n\n\nclass A",
+        ),
+    ],
+)
+def test_deletions_take_whole_things(small, edit, gone, there):
+    small.write("mlx_vlm/a.py", SMALL)
+    apply_edit(small, edit, "some-change")
+    text = small.read("mlx_vlm/a.py")
+    assert not [word for word in gone if word in text]
+    assert there in text
+
+
+def test_deleted_file_is_a_deletion_in_the_patch(small):
+    old = small.read("mlx_vlm/a.py")
+    apply_edit(small, DeleteFile("mlx_vlm/a.py"), "some-change")
+    assert small.read("mlx_vlm/a.py") is None
+    lines = list(patch_series._diff("mlx_vlm/a.py", old, None))
+    assert lines[1] == "deleted file mode 100644\n"
+    assert lines[3] == "+++ /dev/null\n"
+    assert [line[1:] for line in lines[5:]] == old.splitlines(keepends=True)
+
+
+def test_sibling_modules_are_imported_under_the_names_that_the_core_uses():
+    text = "from . import one, two\n\nprint(one, two)\n"
+    names = {"one": "one", "two": "segment_two", "x": "x"}
+    moved = {f"pkg/core/{n}.py": f"mlx_vlm/{p}.py" for n, p in names.items()}
+    made = patch_tree.as_upstream(text, "pkg/core/x.py", "mlx_vlm/x.py", moved)
+    assert made.startswith("from . import one\nfrom . import segment_two as two\n")
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
         (Edit("mlx_vlm/a.py", "return 1", ""), "occurs 2 times"),
+        (Cut("mlx_vlm/a.py", "class A", "return 9"), "not behind its start"),
+        (Delete("mlx_vlm/a.py", "A.h"), "has no A.h"),
         (Edit("mlx_vlm/a.py", "return 9", ""), "occurs 0 times"),
         (after("mlx_vlm/b.py", "x", "y"), "mlx_vlm/b.py does not exist"),
         (after("mlx_vlm/a.py", "return 1", "", within="A.h"), "has no A.h"),
