@@ -1,14 +1,18 @@
-"""A warm row of a recurrent model is prefilled by itself.
+"""Rows that would spoil each other are prefilled one at a time.
 
-Rows prefilled together with a warm one are padded on the right, so that a short row
-has padding after its last token.  Attention layers roll that padding away when the
-prefill ends.  A recurrent layer cannot: what it has read stays in its state.  It
-needs a mask in every chunk, and models that run a ragged batch row by row
-(``Qwen3_5Model``) lose the mask's lengths on the way.  The row's first token is then
-right, and every later one is not.
+*A warm row of a recurrent model.*  Rows prefilled together with a warm one are padded
+on the right, so that a short row has padding after its last token.  Attention layers
+roll that padding away when the prefill ends.  A recurrent layer cannot: what it has
+read stays in its state.  It needs a mask in every chunk, and models that run a ragged
+batch row by row (``Qwen3_5Model``) lose the mask's lengths on the way.  The row's
+first token is then right, and every later one is not.
 
 Cold rows are padded on the left and are not concerned, nor are rows that have the
 same number of tokens left to read.
+
+*A row with features in a list,* as the pictures of ``qwen3_vl`` add them to its first
+layers.  Arrays are put together row by row; of a list, all rows get the first row's.
+The others then read another prompt's pictures, or none, and the cache would keep that.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from mlx_vlm.apc_adapters import Capability
 
 @contextlib.contextmanager
 def rows_that_fit_together(generator: Any) -> Iterator[None]:
-    """Admit one row at a time while one that waits is warm and the model recurrent.
+    """Admit one row at a time while those that wait would spoil each other.
 
     Args:
         generator: a batch generator about to decide which rows it admits; its
@@ -33,13 +37,22 @@ def rows_that_fit_together(generator: Any) -> Iterator[None]:
     if (
         len(rows) > 1
         and _admits_now(generator)
-        and _would_read_padding(generator, rows)
+        and (_would_share_features(rows) or _would_read_padding(generator, rows))
     ):
         generator.prefill_batch_size = 1
     try:
         yield
     finally:
         generator.prefill_batch_size = size
+
+
+def _would_share_features(rows: list[tuple]) -> bool:
+    """Whether a row has features that the others would be given."""
+    return any(
+        isinstance(value, (list, tuple))
+        for row in rows
+        for value in (row[3] or {}).values()
+    )
 
 
 def _would_read_padding(generator: Any, rows: list[tuple]) -> bool:

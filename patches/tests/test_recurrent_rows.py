@@ -137,6 +137,17 @@ def test_warm_row_beside_cold_rows_gives_its_solo_tokens():
         assert tokens[uid] == solo(model, prompt)
 
 
+def test_rows_with_features_in_a_list_go_one_at_a_time():
+    """Of a list, all rows of a batch would be given the first row's."""
+    model = build_model(qwen3, DENSE)
+    manager = APCManager(num_blocks=64, block_size=16)
+    generator = make_generator(model, manager)
+    insert(generator, model, [prompt_of(49, 1), prompt_of(23, 3)])
+    for number, row in enumerate(generator._unprocessed_sequences):
+        row[3]["features_of_a_picture"] = [mx.array([number])]
+    assert drain(generator)[2] == 1
+
+
 def test_rows_without_recurrent_layers_stay_together():
     model = build_model(qwen3, DENSE)
     prompts = [prompt_of(49, 1), prompt_of(23, 3)]

@@ -112,3 +112,18 @@ def test_c22_no_picture_is_taken_for_another(make_server):
     for pictures in orders:
         reply = server.chat([RULES, look(*pictures)], max_tokens=12, logprobs=True)
         assert_as_cold(server, reply)
+
+
+@pytest.mark.change("recurrent-rows")
+@pytest.mark.parametrize("chunk", ["16", "512"])
+def test_pictures_of_prompts_that_are_read_at_once(make_server, chunk):
+    """Stock adds the first prompt's pictures to all of them, and keeps what comes of it."""
+    server = make_server("vlm", env={"PREFILL_STEP_SIZE": chunk})
+    asks = [[RULES, look(A)], [RULES, look(B)], [RULES, look(B, A)]]
+    asks.append([RULES, user("no picture at all")])
+    for _ in range(2):  # cold, then each restored
+        replies = server.together(
+            [{"messages": m, "max_tokens": 12, "logprobs": True} for m in asks]
+        )
+        for reply in replies:
+            assert_as_cold(server, reply)

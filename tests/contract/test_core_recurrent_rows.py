@@ -127,3 +127,12 @@ def test_warm_rows_with_as_many_tokens_left_go_together():
     known = [([1, 2, 3], 0)]
     assert size_inside(make([[1, 2, 3, 4], [1, 2, 3, 5]], known=known)) == 4
     assert size_inside(make([[1, 2, 3, 4], [1, 2, 3, 5, 6]], known=known)) == 1
+
+
+def test_rows_with_features_in_a_list_go_alone():
+    generator = make([[1, 2, 3], [4, 5, 6]], layers=(DENSE,))
+    assert size_inside(generator) == 4
+    uid, ids, *rest = generator._unprocessed_sequences[1]
+    rest[1] = {"deepstack_visual_embeds": [object()], "inputs_embeds": object()}
+    generator._unprocessed_sequences[1] = (uid, ids, *rest)
+    assert size_inside(generator) == 1
