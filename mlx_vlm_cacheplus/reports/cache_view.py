@@ -47,6 +47,11 @@ class CacheView:
         return getattr(self.manager, "segments", None) is not None
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether rows are stored in stock's blocks of tokens."""
+        return not (self.whole_states or self.segments)
+
+    @property
     def minimum(self) -> int:
         """The shortest prefix that is kept, in tokens."""
         if self.segments or not self.whole_states:
@@ -73,13 +78,16 @@ class CacheView:
 
 
 def media_in_the_way(
-    batch_generator: Any, ids: Sequence[int], length: int, whole_states: bool
+    batch_generator: Any, ids: Sequence[int], length: int, in_blocks: bool
 ) -> str:
-    """Why stock does not restore `length` tokens of a prompt with media; empty where media are no reason."""
+    """Why `length` tokens of a prompt with media are not restored; empty where media are no reason.
+
+    in_blocks: rows are stored in stock's blocks, which are not restored where they hold media.
+    """
     text_follows = getattr(batch_generator, "_apc_suffix_is_text_only", None)
     if callable(text_follows) and not text_follows(list(ids), length):
         return MEDIA_FOLLOWS
     has_media = getattr(batch_generator, "_apc_prefix_has_media_tokens", None)
-    if not whole_states and callable(has_media) and has_media(list(ids), length):
+    if in_blocks and callable(has_media) and has_media(list(ids), length):
         return MEDIA_BEFORE
     return ""

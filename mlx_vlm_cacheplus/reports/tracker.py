@@ -143,7 +143,7 @@ class Tracker:
             cache=flight.cache,
             refused=flight.refused,
             media_in_the_way=lambda length: media_in_the_way(
-                generator, ids.tolist(), length, flight.cache.whole_states
+                generator, ids.tolist(), length, flight.cache.in_blocks
             ),
         )
 
