@@ -513,7 +513,7 @@ STORAGE: list[AnyEdit] = [
     Body(
         APC,
         "APCManager.close",
-        '    """Give all memory back."""\n    self.segments.clear()\n',
+        '    """Stop what runs behind the cache: nothing, without a disk tier."""\n',
     ),
     # Start-up.
     Cut(
