@@ -66,7 +66,7 @@ class ReplyIds:
     def __init__(self, capacity: int = CAPACITY):
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._prompts: OrderedDict[bytes, str] = OrderedDict()
+        self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
         self._replies: OrderedDict[bytes, _Reply] = OrderedDict()
 
     def note_prompt(self, text: str, ids: Sequence[int], tenant: str | None) -> None:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-
 from mlx_vlm.apc_adapters import clone_cache_entry
 from mlx_vlm.models import cache as caches
 

@@ -1,15 +1,6 @@
 """segment-tree: the coordinator's methods call the tree; what it replaces is deleted."""
 
-from tools.patch_tree import (
-    AnyEdit,
-    Body,
-    Cut,
-    Delete,
-    DeleteFile,
-    Edit,
-    after,
-    before,
-)
+from tools.patch_tree import AnyEdit, Body, Cut, Delete, DeleteFile, Edit, after, before
 
 AR = "mlx_vlm/generate/ar.py"
 DISPATCH = "mlx_vlm/generate/dispatch.py"
