@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import Any
 
 from . import __version__
 
@@ -30,6 +31,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--version", action="version", version=f"mlx-vlm-cacheplus {__version__}"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    try:
+        return _run(parser, commands, words)
+    except ModuleNotFoundError as problem:
+        # What a broken installation lacks is what its user wants to know.
+        print(
+            f"mlx-vlm-cacheplus: error: the package {problem.name!r} is missing: pip install --upgrade "
+            "mlx-vlm-cacheplus, or pip install " + str(problem.name),
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _run(parser: argparse.ArgumentParser, commands: Any, words: list[str]) -> int:
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if words[:1] == [name]:

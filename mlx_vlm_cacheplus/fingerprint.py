@@ -120,7 +120,11 @@ class StockTree:
             path = self.path(module)
             # Universal newlines: a checkout with CRLF is the same source.
             text = path.read_text(encoding="utf-8") if path else ""
-            self._parsed[module] = (ast.parse(text).body, text.split("\n"))
+            try:
+                body = ast.parse(text).body
+            except SyntaxError:
+                body = []  # every symbol of a broken file is missing
+            self._parsed[module] = (body, text.split("\n"))
         return self._parsed[module]
 
     @functools.cached_property

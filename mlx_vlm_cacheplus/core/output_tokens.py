@@ -175,7 +175,7 @@ def commit_row(row: OutputRow, prompt_cache: Sequence[Any], index: int) -> None:
         ):
             row.committed = len(row.ids)
         else:
-            row.reason = "the prefix cache had no room for it"
+            row.reason = "the prefix cache did not take it: no room, or too short"
     except Exception as error:
         row.reason = f"{type(error).__name__}: {error}"
         logger.warning("Reply not kept in the prefix cache: %s", row.reason)

@@ -35,8 +35,9 @@ class _Request:
 def import_log(text: str, name: str = "imported", where: str = "log") -> Imported:
     """Read a request log; SessionError names the line that cannot be read."""
     requests = [
-        _request(line, number, where)
-        for number, line in enumerate(text.splitlines(), 1)
+        _read(line, number, where)
+        # Not splitlines(): JSON allows U+2028 and its like inside a string.
+        for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1)
         if line.strip()
     ]
     if not requests:
@@ -55,9 +56,31 @@ def import_log(text: str, name: str = "imported", where: str = "log") -> Importe
         description=f"imported from {len(chain)} requests",
         system=_system(body["messages"]),
         tools=body.get("tools") or [],
-        max_tokens=int(limit) if limit else Session.max_tokens,
+        max_tokens=limit or Session.max_tokens,
     )
     return Imported(session, skipped)
+
+
+def _read(line: str, number: int, where: str) -> _Request:
+    """One line; whatever is wrong with it is told with its number."""
+    try:
+        request = _request(line, number, where)
+        json.dumps(request.body, ensure_ascii=False).encode("utf-8")
+        limit = request.body.get("max_tokens") or request.body.get(
+            "max_completion_tokens"
+        )
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise SessionError(
+                f"{where}: line {number}: max_tokens is {limit!r}, not a number of tokens"
+            )
+        if not isinstance(request.body.get("tools") or [], list):
+            raise SessionError(f"{where}: line {number}: tools is not a list")
+        for message in request.messages:
+            if not isinstance(message.get("tool_calls") or [], list):
+                raise SessionError(f"{where}: line {number}: tool_calls is not a list")
+    except (RecursionError, UnicodeError) as error:
+        raise SessionError(f"{where}: line {number}: {error}") from None
+    return request
 
 
 def _request(line: str, number: int, where: str) -> _Request:

@@ -95,7 +95,7 @@ def _bundle() -> Any:
 def parse(text: str, where: str = "session") -> Session:
     """Session from JSON lines; SessionError names the line that is wrong."""
     records = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
