@@ -62,6 +62,7 @@ class SegmentCache:
         self.lock = threading.RLock()
         self.evictions = 0
         self.refusals = 0
+        self.stored_tokens = 0
         self._make_room = make_room or self._evict_for
         self._trees: dict[tuple[int, tuple], SegmentTree] = {}
         self._clock = itertools.count(1)
@@ -180,8 +181,10 @@ class SegmentCache:
     ) -> Node:
         """The node that holds ``ids``; it ends there if a state is to be kept."""
         if found.length < len(ids):
+            new = len(ids) - found.length
             spans = segments.capture_span(prompt_cache, row, found.length, len(ids))
-            return tree.insert(ids, segments.Segment(len(ids) - found.length, spans))
+            self.stored_tokens += new
+            return tree.insert(ids, segments.Segment(new, spans))
         node = tree.node_at(ids) if with_state else found.nodes[-1]
         assert node is not None
         return node

@@ -181,6 +181,7 @@ def commit(
     if not coordinator.enabled or not token_ids:
         return False
     manager = coordinator.manager
+    before = manager.segments.stored_tokens
     try:
         stored = manager.segments.commit(
             token_ids, extra_hash, prompt_cache, batch_idx or 0, with_state=with_state
@@ -189,6 +190,7 @@ def commit(
         logger.warning("%d tokens not kept: %s", len(token_ids), error, exc_info=True)
         return False
     with manager.lock:
+        manager.stats.stored_tokens += manager.segments.stored_tokens - before
         if stored:
             manager.stats.stores += 1
         else:

