@@ -109,3 +109,34 @@ def test_command_writes_a_session(tmp_path, capsys):
 def test_a_missing_log_is_one_line(tmp_path, capsys):
     assert cli.main(["--import", str(tmp_path / "no.jsonl")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"messages":[{"role":"user","content":"a"}],"max_tokens":"many"}',
+        '{"messages":[{"role":"user","content":"a"}],"max_tokens":-1}',
+        '{"messages":[{"role":"user","content":"a"}],"max_tokens":1e400}',
+        '{"messages":[{"role":"user","content":"a"}],"tools":"no"}',
+        '{"messages":[{"role":"assistant","content":"a","tool_calls":"x"}]}',
+        '{"messages":[{"role":"user","content":"\\ud800"}]}',
+        '{"messages":' + "[" * 20000 + "]" * 20000 + "}",
+    ],
+    ids=["words", "negative", "infinite", "tools", "calls", "surrogate", "deep"],
+)
+def test_whatever_is_wrong_with_a_line_its_number_is_told(line):
+    good = '{"messages":[{"role":"user","content":"a"}]}'
+    with pytest.raises(SessionError, match="line 2"):
+        import_log(f"{good}\n{line}\n")
+
+
+def test_line_separators_of_unicode_are_text(tmp_path):
+    log = tmp_path / "log.jsonl"
+    content = "a\u2028b\u2029c\u0085d"
+    body = {"messages": [{"role": "user", "content": content}]}
+    log.write_text("\ufeff" + json.dumps(body, ensure_ascii=False) + "\n", "utf-8")
+    session = import_log(log.read_text("utf-8")).session
+    assert session.turns[0].add[0]["content"] == content
+    out = tmp_path / "session.jsonl"
+    assert cli.main(["--import", str(log), "-o", str(out)]) == 0
+    assert parse(out.read_text("utf-8")).turns[0].add[0]["content"] == content
