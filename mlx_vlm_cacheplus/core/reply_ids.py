@@ -7,6 +7,8 @@ the reuse of everything behind it.
 
 Where a rendered prompt begins with an earlier prompt followed by exactly the text
 of its reply, the ids of both are used again, because they decode to the same text.
+White space at the end of a reply is the one exception: servers and templates strip it,
+and the model reads what it wrote.
 What follows keeps its own tokenization; it starts at a stop token, which no
 tokenizer merges with its neighbours.
 """
@@ -205,19 +207,21 @@ def _spell_with(
         stop_ids = [emitted.pop(), *stop_ids]
     if reply.reply_text is None:
         reply.reply_text = _decode(tokenizer, emitted)
-    head = reply.prompt_text + reply.reply_text
-    if not text.startswith(head):
-        return None
-    for stop_id in stop_ids:
-        stop_text = _decode(tokenizer, [stop_id])
-        if not stop_text or not text.startswith(stop_text, len(head)):
+    # Servers strip white space behind a reply; what comes back is still that reply.
+    for written in (reply.reply_text, reply.reply_text.rstrip()):
+        head = reply.prompt_text + written
+        if not text.startswith(head):
             continue
-        # Special tokens split a text before anything is merged, so counting them
-        # tells where the reply ends in the tokenizer's own ids.
-        if ids.count(stop_id) != text.count(stop_text):
-            return None
-        tail = _after_nth(ids, stop_id, text.count(stop_text, 0, len(head)))
-        return [*reply.ids[: reply.prompt_len], *emitted, stop_id, *tail]
+        for stop_id in stop_ids:
+            stop_text = _decode(tokenizer, [stop_id])
+            if not stop_text or not text.startswith(stop_text, len(head)):
+                continue
+            # Special tokens split a text before anything is merged, so counting them
+            # tells where the reply ends in the tokenizer's own ids.
+            if ids.count(stop_id) != text.count(stop_text):
+                return None
+            tail = _after_nth(ids, stop_id, text.count(stop_text, 0, len(head)))
+            return [*reply.ids[: reply.prompt_len], *emitted, stop_id, *tail]
     return None
 
 

@@ -84,3 +84,20 @@ def test_user_text_with_a_stop_token_in_it_is_read_as_before(make_server):
     text = server.decode(two.prompt_ids)
     assert text.count("<|im_end|>") == 3 + 3
     server.assert_cold(two)
+
+
+@pytest.mark.change("reply-ids")
+@pytest.mark.parametrize("model", ["dense", "hybrid"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_reply_cut_behind_white_space_is_still_the_reply(make_server, model, stream):
+    """Stock strips a reply's end, so that its last token does not come back."""
+    server = make_server(model)
+    script = server.encode("fox yak sun\nowl elk")
+    cut = next(i for i in range(len(script)) if "\n" in server.decode(script[: i + 1]))
+    one = server.chat(ASK, script=script, max_tokens=cut + 1, stream=stream)
+    assert one.finish_reason == "length" and one.ids == script[: cut + 1]
+    one.text = one.text.rstrip()  # as the server's other paths and templates do
+    two = server.chat(follow_up(one), max_tokens=8)
+    assert follows(two, one)
+    assert_reads_only_new(two, [one], model)
+    server.assert_cold(two)
