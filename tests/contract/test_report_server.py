@@ -109,10 +109,12 @@ class TestRecords:
         assert ends["error"]["finish"] == "error" and ends["error"]["error"]
 
     def test_a_hit_from_disk_is_told_from_one_in_ram(self, names):
+        """The tree of segments has no disk tier; there the second request is cold and says so."""
         cold, warm = probe(names)["disk"]["records"]
-        assert (cold["source"], warm["source"]) == ("none", "disk")
         counted = probe(names)["disk"]["counted"][1]
-        assert warm["prefilled"] == counted["prefilled"] == 1
+        source, left = ("none", warm["prompt"]) if names == ALL else ("disk", 1)
+        assert (cold["source"], warm["source"]) == ("none", source)
+        assert warm["prefilled"] == counted["prefilled"] == left
 
     def test_with_the_cache_off_the_record_says_so(self, names):
         first, second = probe(names)["off"]["records"]
@@ -151,11 +153,9 @@ class TestRecords:
 
 @pytest.mark.parametrize("model", ["hybrid", "dense", "window"])
 def test_with_output_tokens_a_turn_reads_what_is_new(model):
-    bound = 16 if model == "dense" else 1
     for record in probe(ALL)[model]["session"]["records"]:
-        assert record["prefilled"] <= record["new"] + bound
-        whole = record["prompt"] + record["generated"]
-        assert record["committed"] == whole // bound * bound
+        assert record["prefilled"] <= record["new"] + 1
+        assert record["committed"] == record["prompt"] + record["generated"]
         assert record["reason"] is None
     assert probe(ALL)[model]["ends"]["error"]["reason"] == BROKEN_OFF
 
