@@ -157,7 +157,7 @@ def replaced_by(raw: Any, target: Target, stock: StockTree) -> str:
         value = inspect.unwrap(value) if callable(value) else value
     if type(value) is FunctionType:
         code = value.__code__
-        path = stock.path(target.module)
+        path = stock.path(stock.definition(target).module)
         same_file = path is not None and os.path.realpath(
             code.co_filename
         ) == os.path.realpath(path)

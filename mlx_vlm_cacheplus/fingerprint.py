@@ -84,8 +84,35 @@ class StockTree:
             return self.path(module) is not None
         return bool(self.nodes(Target(module, qualname)))
 
+    def definition(self, target: Target) -> Target:
+        """The target itself, or what a name that the module only imports stands for."""
+        if "." not in target.qualname:
+            for node in _statements(self._module(target.module)[0]):
+                for alias in getattr(node, "names", ()):
+                    if (alias.asname or alias.name) != target.qualname:
+                        continue
+                    origin = self._origin(target.module, node)
+                    if origin is not None:
+                        return self.definition(Target(origin, alias.name))
+        return target
+
+    def _origin(self, module: str, node: ast.stmt) -> str | None:
+        """The module of this package that a "from ... import" names."""
+        if not isinstance(node, ast.ImportFrom):
+            return None
+        path = self.path(module)
+        is_package = path is not None and path.name == "__init__.py"
+        parents = module.split(".")[: None if is_package else -1]
+        if node.level > 1:
+            parents = parents[: 1 - node.level]
+        name = ".".join(
+            [*(parents if node.level else []), *(node.module or "").split(".")]
+        )
+        return name.rstrip(".") if self.path(name.rstrip(".")) is not None else None
+
     def nodes(self, target: Target) -> list[ast.stmt]:
         """The statements that define the target: several for a property with a setter, or for a branch on the platform."""
+        target = self.definition(target)
         body = self._module(target.module)[0]
         found: list[ast.stmt] = []
         for part in target.qualname.split("."):
@@ -101,7 +128,7 @@ class StockTree:
     def source(self, target: Target) -> str | None:
         """The text of the target with its decorators; None where it does not exist."""
         nodes = self.nodes(target)
-        lines = self._module(target.module)[1]
+        lines = self._module(self.definition(target).module)[1]
         texts = [
             "\n".join(lines[first_line(node) - 1 : node.end_lineno]) for node in nodes
         ]
