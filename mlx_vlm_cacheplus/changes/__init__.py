@@ -18,6 +18,7 @@ ORDER: tuple[str, ...] = (
     "volatile-lines",
     "segment-tree",
     "drafted-replies",
+    "draft-priming",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )

@@ -12,6 +12,10 @@ Two kinds of layer, decided for each leaf of a cache by its exact type:
 Subclasses of ``KVCache`` may keep more than keys and values, so a type that is not
 listed here becomes an end state through the cache's own snapshot contract.
 
+A segment may carry a *companion* besides: what another model keeps of the same span, such
+as the keys and values of a drafter.  It is cut and joined with the segment; what it is
+made of is its own business (see :class:`Companion`).
+
 Ownership: a segment's arrays are copies, detached from the cache they came from, and
 never written again.  They are scheduled when they are captured and not waited for:
 the decode step that runs ahead of a row's end would be waited for as well.  A
@@ -22,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_vlm.apc_adapters import clone_cache_entry
@@ -118,6 +122,24 @@ def _is_empty(leaf: Any) -> bool:
         return False
 
 
+class Companion(Protocol):
+    """What another model keeps of a segment's span.
+
+    ``identity`` names that model: companions of different identities never meet.
+    ``split`` and ``join`` return new companions and leave the old ones whole, so that
+    a fault costs nothing.
+    """
+
+    identity: Any
+    nbytes: int
+
+    def split(self, at: int) -> tuple[Companion, Companion]:
+        """Cut after ``at`` tokens of the span."""
+
+    def join(self, tail: Companion) -> Companion:
+        """This one followed by ``tail``, of the same identity."""
+
+
 @dataclass
 class Segment:
     """One span of every sliceable layer, and maybe the other layers' end states.
@@ -126,11 +148,13 @@ class Segment:
         tokens: length of the span.
         spans: one tuple of arrays a sliceable leaf, [1, heads, tokens, dim] each.
         states: one detached cache entry for each other leaf, or None.
+        companion: what another model keeps of the span, or None.
     """
 
     tokens: int
     spans: list[Arrays]
     states: list[Any] | None = None
+    companion: Companion | None = None
     nbytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -140,6 +164,7 @@ class Segment:
         arrays = [a for arrays in self.spans for a in arrays]
         self.nbytes = sum(a.nbytes for a in arrays)
         self.nbytes += sum(caches.cache_nbytes(s) for s in self.states or ())
+        self.nbytes += 0 if self.companion is None else self.companion.nbytes
 
     def split(self, at: int) -> tuple[Segment, Segment]:
         """Cut after ``at`` tokens; the end state goes with the tail.
@@ -149,6 +174,9 @@ class Segment:
         """
         head: list[Arrays] = []
         tail: list[Arrays] = []
+        with_head, with_tail = (
+            (None, None) if self.companion is None else self.companion.split(at)
+        )
         try:
             for place, span in enumerate(self.spans):
                 head.append(_cut(span, 0, at))
@@ -159,7 +187,10 @@ class Segment:
             for place, parts in enumerate(zip(head, tail, strict=False)):
                 self.spans[place] = self.spans[place] or _side_by_side(*parts)
             raise
-        return Segment(at, head), Segment(self.tokens - at, tail, self.states)
+        return (
+            Segment(at, head, None, with_head),
+            Segment(self.tokens - at, tail, self.states, with_tail),
+        )
 
     def join(self, tail: Segment) -> Segment:
         """This segment followed by ``tail``, whose end state remains.
@@ -167,6 +198,9 @@ class Segment:
         Both give their arrays up, layer by layer, as in ``split``.
         """
         spans: list[Arrays] = []
+        companion = None
+        if self.companion is not None and tail.companion is not None:
+            companion = self.companion.join(tail.companion)
         try:
             for place, parts in enumerate(zip(self.spans, tail.spans, strict=True)):
                 spans.append(_side_by_side(*parts))
@@ -178,11 +212,25 @@ class Segment:
                 self.spans[place] = self.spans[place] or _cut(span, 0, cut)
                 tail.spans[place] = tail.spans[place] or _cut(span, cut, end)
             raise
-        return Segment(self.tokens + tail.tokens, spans, tail.states)
+        return Segment(self.tokens + tail.tokens, spans, tail.states, companion)
+
+    def may_join(self, tail: Segment) -> bool:
+        """Whether joining loses nothing: both have a companion of one identity, or none."""
+        return self.companion_identity == tail.companion_identity
+
+    @property
+    def companion_identity(self) -> Any:
+        """Which model has a part in this segment; None for none."""
+        return None if self.companion is None else self.companion.identity
 
     def set_states(self, states: list[Any] | None) -> None:
         """Give or drop the end state."""
         self.states = states
+        self._count()
+
+    def set_companion(self, companion: Companion | None) -> None:
+        """Give or drop what another model keeps."""
+        self.companion = companion
         self._count()
 
 
