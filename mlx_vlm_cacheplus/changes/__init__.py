@@ -19,6 +19,7 @@ ORDER: tuple[str, ...] = (
     "segment-tree",
     "drafted-replies",
     "draft-priming",
+    "draft-state",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )

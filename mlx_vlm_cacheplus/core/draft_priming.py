@@ -61,6 +61,8 @@ class PrimedRow:
     Attributes:
         cache: the drafter's cache of this row alone; owned.
         entries: how many tokens or pairs it has consumed.
+        read: how many of the row's tokens the target has read.
+        whole: whether the entries start at the row's first token.
         pending: a restored hidden state that waits for the row's first token,
             [1, 1, features], or None.
         last: the hidden state of the newest token that was read, [1, 1, features].
@@ -68,6 +70,8 @@ class PrimedRow:
 
     cache: list[Any]
     entries: int = 0
+    read: int = 0
+    whole: bool = True
     pending: mx.array | None = None
     last: mx.array | None = None
 
@@ -241,6 +245,7 @@ class DraftPrimer:
             at_end: whether the prompt ends here.
         """
         row.last = mx.contiguous(hidden[:, -1:])
+        row.read += hidden.shape[1]
         if not self.family.lookahead:
             # The last column is what the first round takes.
             if (known := hidden[:, :-1] if at_end else hidden).shape[1]:
@@ -256,14 +261,12 @@ class DraftPrimer:
             self.family.feed(row, ids[:, :pairs], hidden[:, :pairs])
 
 
-def prime(prompt_batch: Any, start: Callable[[Any, int], PrimedRow] | None = None) -> None:
+def prime(prompt_batch: Any) -> None:
     """Give a prompt batch a drafter of its own that reads what the target reads.
 
     Args:
         prompt_batch: as its constructor leaves it; its ``draft_model`` becomes the
             copy, its collector of features the primer.
-        start: what a row's drafter knows already, by (fresh drafter, row index); a
-            fresh row by default.
     """
     shared, kind = prompt_batch.draft_model, prompt_batch.draft_kind
     if shared is None or kind is None:
@@ -278,13 +281,16 @@ def prime(prompt_batch: Any, start: Callable[[Any, int], PrimedRow] | None = Non
     own = _own_copy(shared)
     # Bound once here: the copy's embeddings are the target's.
     own.bind(prompt_batch.model)
+    restored = prompt_batch._cached_tokens_per_row
     rows = [
-        start(own, index) if start is not None else PrimedRow(own.make_cache())
-        for index in range(count)
+        PrimedRow(own.make_cache(), read=prefix, whole=prefix == 0)
+        for prefix in restored
     ]
     prompt_batch.draft_model = own
     prompt_batch.shared_drafter = shared
-    prompt_batch._speculative_prefill = DraftPrimer(prompt_batch, family(own, kind), rows)
+    prompt_batch._speculative_prefill = DraftPrimer(
+        prompt_batch, family(own, kind), rows
+    )
 
 
 def attach(prompt_batch: Any, batch: Any) -> None:
@@ -350,7 +356,9 @@ def _merged(caches: Sequence[list[Any]]) -> list[Any]:
     """One cache for all rows: a single row's own, or batch caches."""
     if len(caches) == 1:
         return caches[0]
-    return [type(entries[0]).merge(list(entries)) for entries in zip(*caches, strict=True)]
+    return [
+        type(entries[0]).merge(list(entries)) for entries in zip(*caches, strict=True)
+    ]
 
 
 def _holding(cache: Sequence[Any]) -> list[Any]:
@@ -379,8 +387,10 @@ def _replay_with_verified_states(drafter: Any) -> None:
 
 
 def _replaying(drafter: Any, method: Callable[..., None]) -> Callable[..., None]:
-    def accept(verify_hidden: mx.array, draft: Any, accepted: Any, *args: Any, **kw: Any):
-        drafter.verified = (verify_hidden, accepted)
+    def accept(
+        verify_hidden: mx.array, draft: Any, accepted: Any, *args: Any, **kw: Any
+    ):
+        drafter.verified_hidden = verify_hidden
         appended = drafter._round_appended
         if appended:
             for entry in drafter._cache:

@@ -43,6 +43,9 @@ class DraftedRows:
         gone: rows that the round loop drops when it goes on.
         bonus: the newest token of each row, emitted but not processed.
         round: what the running round has decided: (row, accepted, new tokens).
+        accepted: the newest round's accepted draft tokens of each row.
+        beside: entered while a row is committed, with (row, place in the caches,
+            tokens that were processed); for whoever keeps more of a row.
     """
 
     def __init__(self, uids: Sequence[int], rows: dict[int, OutputRow]):
@@ -51,6 +54,8 @@ class DraftedRows:
         self.gone: set[int] = set()
         self.bonus: dict[int, int] = {}
         self.round: list[tuple[int, int, list[int]]] | None = None
+        self.accepted: dict[int, int] = {}
+        self.beside: Callable[[int, int, int], Any] = _alone
 
     def forget(self, reason: str) -> None:
         """Keep nothing of this batch."""
@@ -58,6 +63,15 @@ class DraftedRows:
             row.reason = reason
         self.rows.clear()
         self.round = None
+
+
+def current_batch() -> Any:
+    """The speculative batch whose round is running on this thread, or None."""
+    return getattr(_current, "batch", None)
+
+
+def _alone(row: int, place: int, tokens: int) -> Any:
+    return contextlib.nullcontext()
 
 
 def attach_rows(batch: Any, rows: dict[int, OutputRow]) -> None:
@@ -99,7 +113,7 @@ def cut_at_row_ends(
         Both, cut; outside a recorded round as they came.
     """
     accepted, new_tokens = list(accepted), list(new_tokens)
-    batch = getattr(_current, "batch", None)
+    batch = current_batch()
     if batch is None:
         return accepted, new_tokens
     drafted: DraftedRows = batch.drafted
@@ -139,7 +153,7 @@ def watched_stop_check(
     In a batch of several rows it is asked before a token is emitted, and then says of
     a row's last token that it is the last, so that the row is not verified once more.
     """
-    batch = getattr(_current, "batch", None)
+    batch = current_batch()
     if batch is None:
         return stop_check
     several = len(batch._all_uids) > 1
@@ -172,7 +186,9 @@ def commit_ended_rows(batch: Any) -> None:
         if batch._finished[row] and uid in drafted.rows:
             ledger = drafted.rows.pop(uid)
             if row in in_cache:
-                commit_row(ledger, batch.prompt_cache, in_cache.index(row))
+                place = in_cache.index(row)
+                with drafted.beside(row, place, len(ledger.ids)):
+                    commit_row(ledger, batch.prompt_cache, place)
             else:
                 ledger.reason = "its row has left the caches"
             if ledger.committed:
@@ -190,6 +206,7 @@ def _settle(batch: Any, drafted: DraftedRows) -> None:
         row = drafted.rows.get(batch._all_uids[place])
         if row is not None:
             row.ids.extend([drafted.bonus[place], *new[:accepted]])
+        drafted.accepted[place] = accepted
         if new:
             drafted.bonus[place] = new[-1]
     drafted.round = None

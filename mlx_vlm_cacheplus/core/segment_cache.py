@@ -16,17 +16,43 @@ the trees, which other threads read for statistics.  It is never waited for by
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from . import eviction, segments
 from .segment_tree import Lease, Match, Node, SegmentTree
 
 logger = logging.getLogger(__name__)
+
+
+class CompanionView(Protocol):
+    """How far a companion can be resumed (see ``segments.Companion``)."""
+
+    def resumable(self, path: Sequence[Node], length: int, exact: bool) -> int:
+        """Longest length up to ``length`` that it can be resumed at, in tokens.
+
+        Args:
+            path: segments, root first.
+            exact: whether only ``length`` itself is of use; otherwise 0.
+        """
+
+
+class CompanionSource(Protocol):
+    """What a row holds of its companion."""
+
+    def wants(self, segment: segments.Segment, start: int) -> bool:
+        """Whether the segment, at that place of the row, lacks what the row holds."""
+
+    def capture(self, start: int, stop: int) -> segments.Companion | None:
+        """Copy the part of tokens ``start`` to ``stop``; None if it cannot."""
+
+    def span_nbytes(self, tokens: int) -> int:
+        """Bytes of so many tokens."""
 
 
 @dataclass
@@ -46,6 +72,10 @@ class Hit:
     layout: tuple
     states: list[Any] | None
     lease: Lease
+
+    def release(self) -> None:
+        """Give the path up; further calls do nothing."""
+        self.lease.release()
 
 
 class SegmentCache:
@@ -80,15 +110,21 @@ class SegmentCache:
         return max(matches, key=lambda match: match.length, default=Match((), 0))
 
     def find(
-        self, ids: Sequence[int], salt: int, usable: Callable[[int], bool]
+        self,
+        ids: Sequence[int],
+        salt: int,
+        usable: Callable[[int], bool],
+        companion: CompanionView | None = None,
     ) -> Hit | None:
         """The longest restorable prefix that leaves at least one token to compute.
 
         Args:
             usable: whether a prefix of that many tokens may be used (media).
+            companion: another model that must be resumed with it; what it cannot
+                resume is read again, so that it reads it too.
         """
         with self.lock:
-            found = self._longest(ids[:-1], salt, usable)
+            found = self._longest(ids[:-1], salt, usable, companion)
             if found is None:
                 return None
             length, node, layout = found
@@ -104,7 +140,8 @@ class SegmentCache:
     def restore(self, hit: Hit, template: Sequence[Any], capacity: int) -> list[Any]:
         """Build the single-row cache of a hit; the caller owns it."""
         with self.lock:
-            parts = [node.payload for node in hit.node.path()]
+            path = hit.node.path()
+            parts = [node.payload for node in path if node.start < hit.length]
         return segments.restore(
             parts, hit.length, hit.states, hit.layout, template, capacity
         )
@@ -116,12 +153,16 @@ class SegmentCache:
         ]
 
     def _longest(
-        self, ids: Sequence[int], salt: int, usable: Callable[[int], bool]
+        self,
+        ids: Sequence[int],
+        salt: int,
+        usable: Callable[[int], bool],
+        companion: CompanionView | None = None,
     ) -> tuple[int, Node, tuple] | None:
         found = [
             (length, node, layout)
             for layout, tree in self._under(salt)
-            for length, node in _restorable(tree.match(ids), layout)
+            for length, node in _resumable(tree.match(ids), layout, companion)
             if usable(length)
         ]
         return max(found, key=lambda f: f[0], default=None)
@@ -135,6 +176,7 @@ class SegmentCache:
         row: int,
         *,
         with_state: bool = True,
+        companion: CompanionSource | None = None,
     ) -> bool:
         """Take in what a row's cache holds for ``ids`` and the tree does not.
 
@@ -143,6 +185,8 @@ class SegmentCache:
             prompt_cache: the live cache; borrowed, only new tokens are copied.
             row: the row's place in it.
             with_state: False where the other layers are not at the end of ``ids``.
+            companion: what another model holds of the row; segments that lack it get
+                their part.
 
         Returns:
             Whether the tree now holds ``ids``.
@@ -156,10 +200,13 @@ class SegmentCache:
             found = tree.match(ids)
             lease = Lease(found.nodes[-1]) if found.nodes else None
             try:
-                if not self._room_for(tree, ids, found, prompt_cache, with_state):
+                size = functools.partial(_span_nbytes, prompt_cache, companion)
+                if not self._room_for(tree, ids, found, size, prompt_cache, with_state):
                     self.refusals += 1
                     return False
                 node = self._grow(tree, ids, found, prompt_cache, row, with_state)
+                if companion is not None:
+                    self._accompany(tree, node, len(ids), companion)
                 self._trees[salt, layout] = tree
                 if with_state and node.payload.states is None:
                     self._keep_state(tree, node, prompt_cache, row)
@@ -188,6 +235,27 @@ class SegmentCache:
         node = tree.node_at(ids) if with_state else found.nodes[-1]
         assert node is not None
         return node
+
+    def _accompany(
+        self, tree: SegmentTree, node: Node, stop: int, companion: CompanionSource
+    ) -> None:
+        """Give the path's segments the companion's part, where they lack it.
+
+        A fault costs the companion's part and nothing else.
+        """
+        for segment in node.path():
+            if segment.end > stop or not companion.wants(
+                segment.payload, segment.start
+            ):
+                continue
+            try:
+                part = companion.capture(segment.start, segment.end)
+            except Exception as error:
+                logger.warning("No companion kept: %s", error, exc_info=True)
+                return
+            if part is None:
+                return
+            tree.update(segment, functools.partial(_set_companion, part))
 
     def _keep_state(
         self, tree: SegmentTree, node: Node, prompt_cache: Sequence[Any], row: int
@@ -257,15 +325,16 @@ class SegmentCache:
         tree: SegmentTree,
         ids: Sequence[int],
         found: Match,
+        span_nbytes: Callable[[int], int],
         prompt_cache: Sequence[Any],
         with_state: bool,
     ) -> bool:
         """Make room for the new part of ``ids``; False, and nobody evicted, if the
         whole path with one end state would not fit the budget."""
         state = segments.state_nbytes(prompt_cache) if with_state else 0
-        if segments.span_nbytes(prompt_cache, len(ids)) + state > self.max_bytes:
+        if span_nbytes(len(ids)) + state > self.max_bytes:
             return False
-        added = segments.span_nbytes(prompt_cache, len(ids) - found.length) + state
+        added = span_nbytes(len(ids) - found.length) + state
         if self._make_room(added):
             return True
         # All that is left to go are the path's own states, which the new one follows.
@@ -297,11 +366,37 @@ def _restorable(found: Match, layout: tuple) -> Iterator[tuple[int, Node]]:
             yield node.end, node
 
 
+def _resumable(
+    found: Match, layout: tuple, companion: CompanionView | None
+) -> Iterator[tuple[int, Node]]:
+    """Restorable lengths of a match that its companion can be resumed at as well."""
+    for length, node in _restorable(found, layout):
+        if companion is None:
+            yield length, node
+            continue
+        exact = segments.STATE in layout
+        both = companion.resumable(node.path(), length, exact)
+        if both > 0:
+            yield both, node
+
+
+def _span_nbytes(
+    prompt_cache: Sequence[Any], companion: CompanionSource | None, tokens: int
+) -> int:
+    nbytes = segments.span_nbytes(prompt_cache, tokens)
+    return nbytes if companion is None else nbytes + companion.span_nbytes(tokens)
+
+
+def _set_companion(part: segments.Companion, segment: segments.Segment) -> None:
+    segment.set_companion(part)
+
+
 def _should_join(upper: Node, lower: Node) -> bool:
     return (
         upper.parent is not None
         and len(upper.children) == 1
         and upper.payload.states is None
+        and upper.payload.may_join(lower.payload)
         and not upper.leases
         and (len(upper.ids) < 2 * len(lower.ids) or not upper.nbytes)
     )

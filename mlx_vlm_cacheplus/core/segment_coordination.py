@@ -2,7 +2,11 @@
 
 Each function is the body of one method of ``APCCoordinator`` or ``APCManager``; the
 names and the hit dictionaries stay stock's, so that generation code does not change.
-A hit's ``matched_blocks`` hold its lease, which ``release`` gives back.
+``matched_blocks`` hold the hit, whose lease ``release`` gives back.
+
+A coordinator may have a ``companion``, another model that is resumed with the target,
+and while a row is committed a ``companion_source``, which knows what that model holds of
+the row: ``companion_source(row)``, or None.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from typing import Any
 
 from .boundaries import message_starts, rejoin_points, stops
 from .segment_cache import Hit, SegmentCache
-from .segment_tree import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,9 @@ def lookup(
 
     try:
         _remember_divergence(coordinator, token_ids, extra_hash)
-        hit = manager.segments.find(token_ids, extra_hash, usable)
+        hit = manager.segments.find(
+            token_ids, extra_hash, usable, getattr(coordinator, "companion", None)
+        )
     except Exception as error:
         logger.warning("No prefix looked up: %s", error, exc_info=True)
         hit = None
@@ -76,7 +81,7 @@ def lookup(
         manager.stats.hits += 1
         manager.stats.matched_tokens += hit.length
     return {
-        "matched_blocks": [hit.lease],
+        "matched_blocks": [hit],
         "prefix_len": hit.length,
         "extra_hash": extra_hash,
         "full_input_ids": list(token_ids),
@@ -182,9 +187,16 @@ def commit(
         return False
     manager = coordinator.manager
     before = manager.segments.stored_tokens
+    row = batch_idx or 0
+    source = getattr(coordinator, "companion_source", None)
     try:
         stored = manager.segments.commit(
-            token_ids, extra_hash, prompt_cache, batch_idx or 0, with_state=with_state
+            token_ids,
+            extra_hash,
+            prompt_cache,
+            row,
+            with_state=with_state,
+            companion=None if source is None else source(row),
         )
     except Exception as error:
         logger.warning("%d tokens not kept: %s", len(token_ids), error, exc_info=True)
@@ -239,9 +251,9 @@ def keep_removed(generator: Any, uid: int) -> None:
 
 def release(blocks: Sequence[Any]) -> None:
     """Give leases back."""
-    for lease in blocks:
-        if isinstance(lease, Lease):
-            lease.release()
+    for held in blocks:
+        if isinstance(held, Hit):
+            held.release()
 
 
 def make_room(manager: Any, allocation_bytes: int, retain_bytes: int) -> bool:

@@ -179,13 +179,13 @@ class Segment:
         )
         try:
             for place, span in enumerate(self.spans):
-                head.append(_cut(span, 0, at))
-                tail.append(_cut(span, at, self.tokens))
+                head.append(cut(span, 0, at))
+                tail.append(cut(span, at, self.tokens))
                 mx.eval(head[-1], tail[-1])
                 self.spans[place] = ()
         except Exception:
             for place, parts in enumerate(zip(head, tail, strict=False)):
-                self.spans[place] = self.spans[place] or _side_by_side(*parts)
+                self.spans[place] = self.spans[place] or side_by_side(*parts)
             raise
         return (
             Segment(at, head, None, with_head),
@@ -203,14 +203,14 @@ class Segment:
             companion = self.companion.join(tail.companion)
         try:
             for place, parts in enumerate(zip(self.spans, tail.spans, strict=True)):
-                spans.append(_side_by_side(*parts))
+                spans.append(side_by_side(*parts))
                 mx.eval(spans[-1])
                 self.spans[place] = tail.spans[place] = ()
         except Exception:
             cut, end = self.tokens, self.tokens + tail.tokens
             for place, span in enumerate(spans):
-                self.spans[place] = self.spans[place] or _cut(span, 0, cut)
-                tail.spans[place] = tail.spans[place] or _cut(span, cut, end)
+                self.spans[place] = self.spans[place] or cut(span, 0, cut)
+                tail.spans[place] = tail.spans[place] or cut(span, cut, end)
             raise
         return Segment(self.tokens + tail.tokens, spans, tail.states, companion)
 
@@ -253,7 +253,7 @@ def capture_span(
             raise ValueError(f"a layer holds {last - first} of {stop} tokens")
         arrays = SLICEABLE[type(leaf)].arrays(leaf)
         of_row = tuple(a[row : row + 1] for a in arrays)
-        spans.append(_cut(of_row, first + start, first + stop))
+        spans.append(cut(of_row, first + start, first + stop))
     mx.async_eval(spans)
     return spans
 
@@ -359,7 +359,7 @@ def restore(
             continue
         parts = [segment.spans[sliceable] for segment in segments]
         arrays = tuple(
-            _joined(side, length, capacity) for side in zip(*parts, strict=True)
+            joined(side, length, capacity) for side in zip(*parts, strict=True)
         )
         out.extend(arrays)
         layer = DenseLayer if kind[0] == "dense" else QuantizedLayer
@@ -369,13 +369,13 @@ def restore(
     return _in_shape_of(template, iter(restored))
 
 
-def _side_by_side(head: Arrays, tail: Arrays) -> Arrays:
+def side_by_side(head: Arrays, tail: Arrays) -> Arrays:
     return tuple(
         mx.concatenate([a, b], axis=2) for a, b in zip(head, tail, strict=True)
     )
 
 
-def _cut(span: Arrays, start: int, stop: int) -> Arrays:
+def cut(span: Arrays, start: int, stop: int) -> Arrays:
     return tuple(_part(a, start, stop) for a in span)
 
 
@@ -384,7 +384,7 @@ def _part(a: mx.array, start: int, stop: int) -> mx.array:
     return mx.contiguous(a[..., start:stop, :])
 
 
-def _joined(parts: Sequence[mx.array], length: int, capacity: int) -> mx.array:
+def joined(parts: Sequence[mx.array], length: int, capacity: int) -> mx.array:
     """The first ``length`` tokens of the parts in a buffer of ``capacity`` tokens."""
     step = caches.KVCache.step
     room = max(step, -(-max(capacity, length + 1) // step) * step) - length
