@@ -216,7 +216,8 @@ class DraftPrimer:
         """
         self._consume(output)
         self.family.install(self.rows)
-        output.hidden_states = [mx.concatenate([row.last for row in self.rows])]
+        newest = [row.last for row in self.rows if row.last is not None]
+        output.hidden_states = [mx.concatenate(newest)]
         return output
 
     def _consume(self, output: Any) -> None:

@@ -152,7 +152,7 @@ class DraftRow:
         if segment.companion_identity != self.view.identity:
             return True
         at_end = end == self.tokens and self.pending is not None
-        return at_end and segment.companion.pending is None
+        return at_end and getattr(segment.companion, "pending", None) is None
 
     def capture(self, start: int, stop: int) -> DraftPart | None:
         """Copy the entries of tokens ``start`` to ``stop``; schedules, does not wait."""

@@ -22,37 +22,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from . import eviction, segments
+from .companions import CompanionSource, CompanionView
 from .segment_tree import Lease, Match, Node, SegmentTree
 
 logger = logging.getLogger(__name__)
-
-
-class CompanionView(Protocol):
-    """How far a companion can be resumed (see ``segments.Companion``)."""
-
-    def resumable(self, path: Sequence[Node], length: int, exact: bool) -> int:
-        """Longest length up to ``length`` that it can be resumed at, in tokens.
-
-        Args:
-            path: segments, root first.
-            exact: whether only ``length`` itself is of use; otherwise 0.
-        """
-
-
-class CompanionSource(Protocol):
-    """What a row holds of its companion."""
-
-    def wants(self, segment: segments.Segment, start: int) -> bool:
-        """Whether the segment, at that place of the row, lacks what the row holds."""
-
-    def capture(self, start: int, stop: int) -> segments.Companion | None:
-        """Copy the part of tokens ``start`` to ``stop``; None if it cannot."""
-
-    def span_nbytes(self, tokens: int) -> int:
-        """Bytes of so many tokens."""
 
 
 @dataclass
@@ -204,9 +180,11 @@ class SegmentCache:
                 if not self._room_for(tree, ids, found, size, prompt_cache, with_state):
                     self.refusals += 1
                     return False
+                if companion is not None:
+                    self._fill_in(tree, found.whole_nodes(), companion)
                 node = self._grow(tree, ids, found, prompt_cache, row, with_state)
                 if companion is not None:
-                    self._accompany(tree, node, len(ids), companion)
+                    _accompany(tree, node, companion)
                 self._trees[salt, layout] = tree
                 if with_state and node.payload.states is None:
                     self._keep_state(tree, node, prompt_cache, row)
@@ -236,26 +214,15 @@ class SegmentCache:
         assert node is not None
         return node
 
-    def _accompany(
-        self, tree: SegmentTree, node: Node, stop: int, companion: CompanionSource
+    def _fill_in(
+        self, tree: SegmentTree, known: Sequence[Node], companion: CompanionSource
     ) -> None:
-        """Give the path's segments the companion's part, where they lack it.
-
-        A fault costs the companion's part and nothing else.
-        """
-        for segment in node.path():
-            if segment.end > stop or not companion.wants(
-                segment.payload, segment.start
+        """Give segments that were stored without it the companion's part."""
+        for node in known:
+            if companion.wants(node.payload, node.start) and self._make_room(
+                companion.span_nbytes(len(node.ids))
             ):
-                continue
-            try:
-                part = companion.capture(segment.start, segment.end)
-            except Exception as error:
-                logger.warning("No companion kept: %s", error, exc_info=True)
-                return
-            if part is None:
-                return
-            tree.update(segment, functools.partial(_set_companion, part))
+                _accompany(tree, node, companion)
 
     def _keep_state(
         self, tree: SegmentTree, node: Node, prompt_cache: Sequence[Any], row: int
@@ -387,8 +354,17 @@ def _span_nbytes(
     return nbytes if companion is None else nbytes + companion.span_nbytes(tokens)
 
 
-def _set_companion(part: segments.Companion, segment: segments.Segment) -> None:
-    segment.set_companion(part)
+def _accompany(tree: SegmentTree, node: Node, companion: CompanionSource) -> None:
+    """Give a segment the companion's part, if it lacks it; a fault costs only that."""
+    if not companion.wants(node.payload, node.start):
+        return
+    try:
+        part = companion.capture(node.start, node.end)
+    except Exception as error:
+        logger.warning("No companion kept: %s", error, exc_info=True)
+        return
+    if part is not None:
+        tree.update(node, lambda segment: segment.set_companion(part))
 
 
 def _should_join(upper: Node, lower: Node) -> bool:

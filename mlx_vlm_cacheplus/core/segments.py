@@ -14,7 +14,7 @@ listed here becomes an end state through the cache's own snapshot contract.
 
 A segment may carry a *companion* besides: what another model keeps of the same span, such
 as the keys and values of a drafter.  It is cut and joined with the segment; what it is
-made of is its own business (see :class:`Companion`).
+made of is its own business (see ``companions``).
 
 Ownership: a segment's arrays are copies, detached from the cache they came from, and
 never written again.  They are scheduled when they are captured and not waited for:
@@ -26,11 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.apc_adapters import clone_cache_entry
 from mlx_vlm.models import cache as caches
+
+from .companions import Companion
 
 Arrays = tuple[mx.array, ...]
 
@@ -122,24 +124,6 @@ def _is_empty(leaf: Any) -> bool:
         return False
 
 
-class Companion(Protocol):
-    """What another model keeps of a segment's span.
-
-    ``identity`` names that model: companions of different identities never meet.
-    ``split`` and ``join`` return new companions and leave the old ones whole, so that
-    a fault costs nothing.
-    """
-
-    identity: Any
-    nbytes: int
-
-    def split(self, at: int) -> tuple[Companion, Companion]:
-        """Cut after ``at`` tokens of the span."""
-
-    def join(self, tail: Companion) -> Companion:
-        """This one followed by ``tail``, of the same identity."""
-
-
 @dataclass
 class Segment:
     """One span of every sliceable layer, and maybe the other layers' end states.
@@ -207,10 +191,10 @@ class Segment:
                 mx.eval(spans[-1])
                 self.spans[place] = tail.spans[place] = ()
         except Exception:
-            cut, end = self.tokens, self.tokens + tail.tokens
+            mine, end = self.tokens, self.tokens + tail.tokens
             for place, span in enumerate(spans):
-                self.spans[place] = self.spans[place] or cut(span, 0, cut)
-                tail.spans[place] = tail.spans[place] or cut(span, cut, end)
+                self.spans[place] = self.spans[place] or cut(span, 0, mine)
+                tail.spans[place] = tail.spans[place] or cut(span, mine, end)
             raise
         return Segment(self.tokens + tail.tokens, spans, tail.states, companion)
 

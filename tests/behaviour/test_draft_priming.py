@@ -52,7 +52,9 @@ def test_rows_of_different_lengths_in_one_prefill(make_server, drafter, unchunke
     assert sorted(first) == sorted(wanted)
 
 
-def test_the_loaded_drafter_keeps_no_state_of_a_request(make_server, drafter, unchunked):
+def test_the_loaded_drafter_keeps_no_state_of_a_request(
+    make_server, drafter, unchunked
+):
     server = make_server("hybrid", draft_model=drafter, env={"PREFILL_STEP_SIZE": "16"})
     proposals = Proposals(server.generator.draft_model)
     reply = server.chat(ask("amber"), max_tokens=6)
