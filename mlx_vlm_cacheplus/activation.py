@@ -45,6 +45,8 @@ class _Process:
     # Names whose failure stops the start.
     demanded: frozenset[str] = frozenset()
     report: Report | None = None
+    # A check imports the stock, whose import calls our hook: that must not apply in between.
+    applying: bool = False
     announced: bool = False
     # Variables that we set, with the values they had.
     environ_before: dict[str, str | None] = field(default_factory=dict)
@@ -83,12 +85,16 @@ def activate(
         if not defer:
             if names is not None:
                 _process.names = _as_tuple(names)
+            process = _process
+            process.applying = True
             try:
                 _prepare(default_on=True)
                 _apply()
             except Exception:
                 _restore_environment()
                 raise
+            finally:
+                process.applying = False
         arm(names)
         return _process.report
 
@@ -139,6 +145,8 @@ def _on_settings(module: Any) -> None:
 def _on_server(module: Any) -> None:
     selection = _process.selection
     if not _process.armed or _process.report is not None or selection is None:
+        return
+    if _process.applying:
         return
     if selection.on:
         _guarded(_apply)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -57,11 +57,6 @@ class Outcome:
         numbers = "".join(f"{self.counts.get(name, 0):>11}" for name in COUNTS)
         verdict = "ok" if self.is_good else f"FAILED (exit {self.code})"
         return f"{self.label:<26}{numbers}{self.seconds:>9.1f} s  {verdict}"
-
-
-# Failed tests of a leg that are run a second time; more are no accident.
-FEW = 2
-NOT_IDLE = r"^E .*RequestFailed: HTTP 0: the server did not become idle$"
 
 
 class NoTree(Exception):
@@ -146,27 +141,7 @@ def run_leg(
             return Outcome(label, 1, 0.0, {}, str(problem))
     arguments = ["-q", "-rfEX", "--timeout", str(TEST_SECONDS), *extra]
     env = leg_environment(leg, tree, upto)
-    outcome = run(label, ["tests/behaviour", *arguments], env)
-    return once_more(outcome, arguments, env)
-
-
-def once_more(
-    outcome: Outcome, arguments: list[str], environment: dict[str, str]
-) -> Outcome:
-    """Run again by themselves the tests whose fixture waited in vain, and say so.
-
-    Hanging up at an exact token is a race with a busy machine. Only that wait of the
-    fixture gets a second run; any other failure is the leg's.
-    """
-    failed = re.findall(r"^FAILED (tests/behaviour/\S+)", outcome.output, re.M)
-    waited = len(re.findall(NOT_IDLE, outcome.output, re.M))
-    if outcome.code != 1 or not 0 < len(failed) == waited <= FEW:
-        return outcome
-    again = run(outcome.label, [*failed, *arguments], environment)
-    print(f"--- {outcome.label}: run again: {', '.join(failed)}: exit {again.code}")
-    if again.code:
-        return outcome
-    return replace(outcome, code=0)
+    return run(label, ["tests/behaviour", *arguments], env)
 
 
 def run_patch_tests(name: str, trees: Path) -> Outcome:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+import sys
 from typing import Any
 
 from ..change import Change, Target
 
 AR = "mlx_vlm.generate.ar"
 SERVER = "mlx_vlm.server.generation"
-
+APP = "mlx_vlm.server.app"
 
 logger = logging.getLogger("mlx_vlm.server")
 
@@ -40,9 +42,10 @@ class RowErrors(Change):
         Target(AR, "BatchGenerator.next"),
         Target(SERVER, "ResponseGenerator._step"),
         Target(SERVER, "ResponseGenerator._gpu_embed"),
-        Target(SERVER, "ResponseGenerator._cancel"),
+        Target(SERVER, "ResponseGenerator._drain_cancellations"),
         Target(SERVER, "ResponseGenerator._stream_text"),
         Target(SERVER, "_TokenIterator.__init__"),
+        Target(APP, "app"),
     )
     why = (
         "The generation thread answers any exception by failing every request in flight and dropping their caches: one "
@@ -52,7 +55,16 @@ class RowErrors(Change):
     remove_when = (
         "the server's generation loop reports an exception to the rows that caused it"
     )
-    marks = ("mlx_vlm.generate.row_errors:next_isolated",)
+    marks = (
+        "mlx_vlm.generate.row_errors:next_isolated",
+        "mlx_vlm.server.hang_ups:own_cancels",
+    )
+
+    def too_late(self) -> str:
+        app = getattr(sys.modules.get(APP), "app", None)
+        if getattr(app, "middleware_stack", None) is not None:
+            return "the server has answered requests already"
+        return ""
 
     def apply(self, patcher: Any) -> None:
         from ..core import row_errors as core
@@ -86,6 +98,7 @@ class RowErrors(Change):
         patcher.replace_method(AR, "GenerationBatch.extend", extend)
         patcher.replace_method(AR, "BatchGenerator.next", advance)
         _apply_to_server(patcher, core)
+        _apply_to_hang_ups(patcher)
 
 
 def _apply_to_server(patcher: Any, core: Any) -> None:
@@ -108,22 +121,6 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
         return wrapper
 
-    def cancel(original: Any) -> Any:
-        def wrapper(self: Any, uid: Any) -> None:
-            if core.is_own_row(self, uid):
-                original(self, uid)
-
-        return wrapper
-
-    def iterator(original: Any) -> Any:
-        def wrapper(
-            self: Any, rqueue: Any, uid: Any, cancel_fn: Any, *args: Any
-        ) -> None:
-            own = core.claim_uid(cancel_fn, uid, rqueue)
-            original(self, rqueue, own, cancel_fn, *args)
-
-        return wrapper
-
     def text(original: Any) -> Any:
         def wrapper(self: Any, info: Any, *args: Any) -> Any:
             return core.stream_text(
@@ -134,9 +131,29 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
     patcher.replace_method(SERVER, "ResponseGenerator._step", step)
     patcher.replace_method(SERVER, "ResponseGenerator._gpu_embed", embed)
-    patcher.replace_method(SERVER, "ResponseGenerator._cancel", cancel)
-    patcher.replace_method(SERVER, "_TokenIterator.__init__", iterator)
     patcher.replace_method(SERVER, "ResponseGenerator._stream_text", text)
+
+
+def _apply_to_hang_ups(patcher: Any) -> None:
+    from starlette.middleware import Middleware
+
+    from ..core import hang_ups as core
+
+    def drain(original: Any) -> Any:
+        return lambda self: core.own_cancels(self, original(self))
+
+    def iterator(original: Any) -> Any:
+        def wrapper(self: Any, rqueue: Any, uid: Any, *args: Any) -> None:
+            original(self, rqueue, core.RowUid.of(uid, rqueue), *args)
+            core.belongs_to_request(self)
+
+        return wrapper
+
+    patcher.replace_method(SERVER, "ResponseGenerator._drain_cancellations", drain)
+    patcher.replace_method(SERVER, "_TokenIterator.__init__", iterator)
+    app = importlib.import_module(APP).app
+    outermost = Middleware(core.RepliesEndWithTheirRequest)
+    patcher.set_within(APP, "app", "user_middleware", [outermost, *app.user_middleware])
 
 
 CHANGE = RowErrors()

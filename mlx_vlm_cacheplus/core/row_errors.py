@@ -9,7 +9,6 @@ fails, and everybody else goes on:
 - rows prefilled together are tried again one by one, so that only the faulty row
   fails; rows that decode meanwhile get the tokens of that step;
 - a logits processor or detokenizer that raises takes its own row out;
-- a cancel reaches its own row, however late it comes;
 - a decode step that raises has no owner and leaves caches of unequal age: the rows
   of that batch fail, those that wait or are being prefilled do not.
 """
@@ -20,7 +19,6 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
@@ -59,46 +57,6 @@ class GuardedProcessor:
                 raise
             faults.append((self._uid, error))
             return logits
-
-
-class RowUid(int):
-    """A row's uid that knows whose it is.
-
-    Uids start again with each batch generator, and the server makes a new one
-    whenever it was idle; the queue of a reply does not come again.
-    """
-
-    rqueue: Any
-
-    @classmethod
-    def of(cls, uid: int, rqueue: Any) -> RowUid:
-        """The uid of the row that answers on ``rqueue``."""
-        own = cls(uid)
-        own.rqueue = rqueue
-        return own
-
-
-def claim_uid(cancel: Any, uid: int, rqueue: Any) -> int:
-    """Note that the reply on ``rqueue`` has this uid from now on.
-
-    Args:
-        cancel: the server's method that cancels a uid.
-    """
-    server = getattr(cancel, "__self__", None)
-    if not hasattr(server, "_cancelled"):
-        return uid
-    queues = server.__dict__.setdefault("row_queues", WeakValueDictionary())
-    queues[uid] = rqueue
-    return RowUid.of(uid, rqueue)
-
-
-def is_own_row(server: Any, uid: int) -> bool:
-    """False for the uid of an ended reply that another row has by now.
-
-    A client that lets go of a finished reply late would otherwise cancel a stranger.
-    """
-    rqueue = getattr(uid, "rqueue", None)
-    return rqueue is None or server.row_queues.get(uid) is rqueue
 
 
 def faults_of(server: Any) -> list[tuple[Any, Exception]]:
@@ -145,6 +103,7 @@ def step_and_fail_rows(
     """
     faults = faults_of(server)
     batch_gen.row_faults = faults
+    server.rows_in_flight = active
     step()
     while faults:
         owner, error = faults.pop(0)

@@ -1,6 +1,8 @@
 """An error in one row fails that row; the others of the batch go on."""
 
+import asyncio
 from queue import Queue
+from threading import Lock
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -207,3 +209,55 @@ def test_error_without_a_server_is_raised(model):
     with pytest.raises(RuntimeError, match="poisoned row"):
         for _ in range(4):
             generator.next()
+
+
+class Reply:
+    """A reply of the server, as far as the client's end of it."""
+
+    def __init__(self, server, active):
+        self.rqueue = Queue()
+        active[0] = {"rqueue": self.rqueue}
+        self.iterator = generation._TokenIterator(self.rqueue, 0, server._cancel, 1.0)
+
+
+@pytest.fixture
+def cancelling(server):
+    server._cancelled, server._cancel_lock = set(), Lock()
+    server.rows_in_flight = {}
+    return server
+
+
+def test_late_cancel_spares_the_next_row_of_that_uid(cancelling):
+    active = cancelling.rows_in_flight
+    ended, running = Reply(cancelling, active), Reply(cancelling, active)
+    ended.iterator.close()
+    assert cancelling._drain_cancellations() == set()
+    running.iterator.close()
+    assert cancelling._drain_cancellations() == {0}
+
+
+def test_stream_that_is_cancelled_in_a_write_cancels_its_row(cancelling):
+    streams = []
+
+    async def app(scope, receive, send):
+        async def stream():
+            reply = Reply(cancelling, cancelling.rows_in_flight)
+            yield reply
+            reply.iterator.close()
+
+        streams.append(stream())
+        await anext(streams[0])
+        # The client goes; the stream is left suspended, and somebody still holds it.
+
+    asyncio.run(serve(app))
+    assert cancelling._drain_cancellations() == {0}
+
+
+async def serve(app):
+    """One request through the middleware of the server's application."""
+    from mlx_vlm.server import app as server_app
+    from mlx_vlm.server.hang_ups import RepliesEndWithTheirRequest
+
+    installed = [middleware.cls for middleware in server_app.user_middleware]
+    assert RepliesEndWithTheirRequest in installed
+    await RepliesEndWithTheirRequest(app)({"type": "http"}, None, None)

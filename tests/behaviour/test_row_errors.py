@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from starlette.responses import StreamingResponse
 
 from tests.behaviour.sessions import assert_reads_only_new
+from tests.fakes.recorder import KEY
 from tests.fakes.replies import Reply, RequestFailed
-from tests.fakes.server import system, user
+from tests.fakes.server import system, user, wait_for
 
 pytestmark = pytest.mark.change("row-errors")
 
@@ -202,3 +207,114 @@ def test_late_hang_up_does_not_cancel_a_stranger(make_server):
         assert record.held.wait(20)
         unread.close()
         assert len(running.result(60).ids) == 30
+
+
+PATHS = ["/v1/chat/completions", "/v1/messages"]
+
+
+def failed_requests(server):
+    return server.get("/metrics")["summary"]["requests_failed"]
+
+
+@pytest.fixture
+def kept_streams(monkeypatch):
+    """What a traceback keeps of a stream, until a collection finds it, is kept here."""
+    kept, make = [], StreamingResponse.__init__
+
+    def init(self, *args, **kwargs):
+        kept.append(self)
+        make(self, *args, **kwargs)
+
+    monkeypatch.setattr(StreamingResponse, "__init__", init)
+    return kept
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("path", PATHS)
+def test_hang_up_before_the_row_is_admitted(make_server, kept_streams, path):
+    """The thread that waits for the row returns a reply that nobody takes."""
+    server = make_server("dense")
+    failed = failed_requests(server)
+    gone = threading.Event()
+    first = server.expect_held("fox " * 39, at=3, until=gone.is_set)
+    second = server.expect_held("yak " * 9, at=0, until=None)
+    body = {"model": server.settings.model, "messages": [user("yak")], "max_tokens": 16}
+    body |= {"temperature": 0, "stream": True, KEY: second.key}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.chat, ask("fox"), record=first, max_tokens=40)
+        assert first.held.wait(20)
+        with server.host.client.stream("POST", path, json=body):
+            queue = server.generator.requests
+            wait_for(lambda: queue.qsize() > 0, "the second request is not queued")
+        wait_for(lambda: failed_requests(server) > failed, "the hang-up is not seen")
+        gone.set()
+        assert len(running.result(60).ids) == 40
+    server.wait_idle()
+    assert second.prompt_ids, "the row was never admitted: this shows nothing"
+    assert second.finish_reason is None and len(second.ids) <= 2
+
+
+class Connection:
+    """A client of the ASGI application that reads two pieces, then no more, then goes."""
+
+    def __init__(self, path, body):
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        self.request = {"type": "http.request", "body": json.dumps(body).encode()}
+        self.pieces = 0
+        self.full, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def receive(self):
+        if self.request is None:
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+        message, self.request = self.request, None
+        return message
+
+    async def send(self, message):
+        self.pieces += message["type"] == "http.response.body"
+        if self.pieces > 2:
+            self.full.set()
+            await self.gone.wait()
+            # The write ends after the server has been told that the client is gone.
+            await asyncio.sleep(0.2)
+
+
+async def hang_up_in_a_write(server, path, body, record, gone):
+    """Go while the handler stands in a write; return when the row has ended."""
+    client = Connection(path, body)
+    app = server.host.app_module.app
+    answer = asyncio.create_task(app(client.scope, client.receive, client.send))
+    await asyncio.wait_for(client.full.wait(), 20)
+    asked = -1
+    while asked != record.asked or not record.held.is_set():
+        asked = record.asked
+        await asyncio.sleep(0.2)
+    client.gone.set()
+    await answer
+    gone.set()
+    # On stock the end of the event loop would find the stream: wait for the row here.
+    await asyncio.to_thread(server.wait_idle)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_hang_up_while_the_server_writes(make_server, kept_streams, path):
+    """The client has stopped reading before it goes."""
+    server = make_server("dense")
+    gone = threading.Event()
+    record = server.expect_held("yak " * 39, at=20, until=gone.is_set)
+    body = {"model": server.settings.model, "messages": [user("yak")]}
+    body |= {"max_tokens": 40, "temperature": 0, "stream": True, KEY: record.key}
+    asyncio.run(hang_up_in_a_write(server, path, body, record, gone))
+    assert 20 <= len(record.ids) < 30 and record.finish_reason is None

@@ -181,11 +181,17 @@ def main(words: list[str]) -> None:
     """Run stock's server with these arguments; ``--cacheplus`` among them is ours."""
     if cores := os.environ.get("BENCH_CORES"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    sys.argv = ["mlx_vlm.server", *words]
     if os.environ.get("MLX_VLM_CACHEPLUS") != "0":
+        sys.argv = ["mlx_vlm.server", *words]
         import mlx_vlm_cacheplus
 
         mlx_vlm_cacheplus.activate(defer=True)
+    serve(words, Watch(), {})
+
+
+def serve(words: list[str], watch: Watch, routes: dict[str, Any]) -> None:
+    """Run stock's ``main`` with weights made on reading, and this watch."""
+    sys.argv = ["mlx_vlm.server", *words]
     importlib.import_module("mlx_vlm.server")
     utils = importlib.import_module("mlx_vlm.utils")
     read = utils._load_safetensors
@@ -195,11 +201,11 @@ def main(words: list[str]) -> None:
         return random_weights(file.parent) if file.name == RANDOM else read(path)
 
     utils._load_safetensors = load_safetensors
-    watch = Watch()
     watch.install()
     app = importlib.import_module("mlx_vlm.server.app").app
-    app.add_api_route("/bench/requests", watch.take)
-    app.add_api_route("/bench/memory", watch.memory)
+    routes = {"requests": watch.take, "memory": watch.memory, **routes}
+    for name, function in routes.items():
+        app.add_api_route(f"/bench/{name}", function)
     importlib.import_module("mlx_vlm.server.cli").main()
 
 

@@ -148,13 +148,15 @@ class Session:
             "text": text,
         }
 
-    def say(self, base: str, marker: str, said: Sequence[str]) -> dict[str, Any]:
+    def say(
+        self, base: str, marker: str, said: Sequence[str], **more: Any
+    ) -> dict[str, Any]:
         """The turn after these replies, with its scripted reply."""
         reply = self.plan.replies[len(said)]
         # A temperature, because stock has a path of its own for greedy requests
         # that asks no sampler.
         body = {"temperature": 1, "max_tokens": 4 * self.options.reply, SCRIPT: reply}
-        return self.ask(base, self.plan.messages(marker, said), **body)
+        return self.ask(base, self.plan.messages(marker, said), **{**body, **more})
 
     def session(self, base: str, marker: str) -> list[dict[str, Any]]:
         """Every turn; the server's own text goes back."""

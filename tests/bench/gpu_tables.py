@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import isnan, nan
 from statistics import mean, median
 from typing import Any
 
@@ -164,7 +165,7 @@ def sums(rows: Rows, side: str) -> dict[str, float]:
         "session": median(sessions.values()),
         "later": median(row["ttft"] for row in turns if row["turn"] > 1),
         "warm": median(row["ttft"] for row in turns if row["turn"] == last),
-        "cold": median(row["ttft"] for row in of(rows, "cold", side)),
+        "cold": median([row["ttft"] for row in of(rows, "cold", side)] or [nan]),
         "prefilled": sum(r["prefilled"] for r in turns) / len(sessions),
         "new": sum(r["new"] for r in turns) / len(sessions),
         "peak": max((row["peak"] for row in memory), default=0),
@@ -212,18 +213,21 @@ def verdicts(rows: Rows) -> str:
     """The targets, one line each."""
     side = {name: sums(rows, name) for name in SIDES if of(rows, "turns", name)}
     plus, lines = side[PLUS], []
-    for stock in (STOCK, STOCK_40):
+    caches = [stock for stock in (STOCK, STOCK_40) if stock in side]
+    for stock in caches:
         share = plus["warm"] / side[stock]["warm"]
         lines.append(
             f"warm TTFT of {stock}: x {share:.3f} ({mark(share <= 0.25)} 0.25)"
         )
     for name in (PLUS, NO_CACHE):
+        if isnan(side[name]["cold"]):
+            continue
         share = plus["warm"] / side[name]["cold"]
         lines.append(f"cold TTFT, {name}: x {share:.3f} ({mark(share < 1)} 1)")
-    for name in (NO_CACHE, STOCK, STOCK_40):
+    for name in (NO_CACHE, *caches):
         share = plus["session"] / side[name]["session"]
         lines.append(f"session of {name}: x {share:.3f} ({mark(share < 1)} 1)")
-    for stock in (STOCK, STOCK_40):
+    for stock in caches:
         share = plus["peak"] / max(1, side[stock]["peak"])
         above = plus["above"] / max(1, side[stock]["above"])
         lines.append(

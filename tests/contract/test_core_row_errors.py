@@ -298,19 +298,3 @@ def test_outside_a_server_a_processor_raises_as_before():
     guarded = core.GuardedProcessor(raising, SimpleNamespace(), 7)
     with pytest.raises(Planted):
         guarded([1], "logits")
-
-
-def test_a_uid_of_an_ended_reply_is_not_the_next_rows():
-    class Server:
-        _cancelled = frozenset()
-
-        def cancel(self, uid):
-            pass
-
-    server = Server()
-    old_queue, new_queue = queue.Queue(), queue.Queue()
-    old = core.claim_uid(server.cancel, 0, old_queue)
-    assert old == 0 and core.is_own_row(server, old)
-    new = core.claim_uid(server.cancel, 0, new_queue)
-    assert core.is_own_row(server, new) and not core.is_own_row(server, old)
-    assert core.is_own_row(server, 0), "a plain uid is taken at its word"

@@ -140,6 +140,19 @@ def test_variable_reaches_an_application_server(tmp_path):
     assert f"mlx-vlm-cacheplus: {ORDER[0]}: " in result.stderr
 
 
+def test_activate_in_a_process_that_the_variable_has_armed():
+    """The check of a change imports the server; that import must not apply in between."""
+    code = (
+        "from mlx_vlm_cacheplus import _startup, activate, activation; _startup.main()\n"
+        "assert activation._process.armed is ARMED; activate()\n"
+        "owners = [p.owner for p in activation._process.patcher._patches]\n"
+        "print([o for o in owners if o != activation.FLAG_OWNER])"
+    )
+    plain = run_python("-c", code.replace("ARMED", "False"))
+    armed = run_python("-c", code.replace("ARMED", "True"), MLX_VLM_CACHEPLUS="1")
+    assert armed.stdout and armed.stdout == plain.stdout, armed.stderr + plain.stderr
+
+
 def test_revert_gives_every_target_back():
     """Identity of each target's raw object before, while and after; applied twice, reverted twice."""
     code = """

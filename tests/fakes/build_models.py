@@ -14,12 +14,19 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from tests.fakes.modelkit.build import NAMES, build, evaluate  # noqa: E402
+from tests.fakes.modelkit.drafter_build import (  # noqa: E402
+    build_drafter,
+    evaluate_drafter,
+)
+from tests.fakes.modelkit.drafters import DRAFTERS  # noqa: E402
+
+ALL = [*NAMES, *DRAFTERS]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", action="append", choices=NAMES, help="build this model (repeatable)"
+        "--only", action="append", choices=ALL, help="build this one (repeatable)"
     )
     parser.add_argument("--out", type=Path, default=HERE / "models", metavar="DIR")
     parser.add_argument(
@@ -41,19 +48,33 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="DIR", help="train on from the models in DIR"
     )
     parser.add_argument(
+        "--joint", action="store_true", help="train a drafter's target along with it"
+    )
+    parser.add_argument(
+        "--chats", type=int, default=4, metavar="N", help="to measure a drafter on"
+    )
+    parser.add_argument(
         "--evaluate", action="store_true", help="only measure the models in --out"
     )
     return parser
 
 
+def measure(name: str, options: argparse.Namespace) -> None:
+    """Print the table of one model or drafter."""
+    if name in DRAFTERS:
+        evaluate_drafter(name, options.out, options.chats)
+    else:
+        evaluate(name, options.out)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Build, or measure, the models that the command line names."""
+    """Build, or measure, the models and drafters that the command line names."""
     options = _parser().parse_args(argv)
-    for name in options.only or NAMES:
+    for name in options.only or ALL:
         if options.evaluate:
-            evaluate(name, options.out)
+            measure(name, options)
         else:
-            build(name, options)
+            (build_drafter if name in DRAFTERS else build)(name, options)
     return 0
 
 

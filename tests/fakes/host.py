@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from tests.fakes.cold import ColdModel
-from tests.fakes.models import NAMES, model_dir
+from tests.fakes.models import DRAFTERS, NAMES, drafter_dir, model_dir
 from tests.fakes.recorder import Recorder
 
 REQUEST_SECONDS = float(os.environ.get("CACHEPLUS_REQUEST_SECONDS", "60"))
@@ -190,8 +190,11 @@ class Host:
 
 
 def resolve_model(model: str | Path) -> str:
-    """Return the path of a bundled model, or the path given."""
-    return str(model_dir(str(model))) if str(model) in NAMES else str(model)
+    """Return the path of a bundled model or drafter, or the path given."""
+    name = str(model)
+    if name in DRAFTERS:
+        return str(drafter_dir(name))
+    return str(model_dir(name)) if name in NAMES else name
 
 
 @contextmanager

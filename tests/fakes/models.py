@@ -7,7 +7,8 @@ docs/MODELS.md. A test that wants a long, varied reply asks for it like this::
     reply = ...  # greedy, with chat.messages, on a model of model_dir("hybrid")
     # about 6 tokens a record: here some 120 tokens, then <|im_end|>
 
-and a further turn by appending the reply and ``chat.ask("get", 5)``.
+and a further turn by appending the reply and ``chat.ask("get", 5)``. A server with
+``model_dir(DRAFTERS[name])`` takes ``drafter_dir(name)`` as its draft model.
 """
 
 from __future__ import annotations
@@ -27,9 +28,24 @@ from tests.fakes.modelkit.dialogues import (
     record_lines,
 )
 
-__all__ = ["LOOKUP_TOOL", "NAMES", "RecordPrompt", "model_dir", "record_prompt"]
+__all__ = [
+    "DRAFTERS",
+    "LOOKUP_TOOL",
+    "NAMES",
+    "RecordPrompt",
+    "drafter_dir",
+    "model_dir",
+    "record_prompt",
+]
 
 NAMES: tuple[str, ...] = ("dense", "hybrid", "window", "vlm")
+#: The trained drafters, and the model that each one drafts for.
+DRAFTERS: dict[str, str] = {
+    "hybrid-mtp": "hybrid",
+    "hybrid-eagle3": "hybrid",
+    "dense-eagle3": "dense",
+    "dense-dflash": "dense",
+}
 
 
 def model_dir(name: str) -> Path:
@@ -37,6 +53,13 @@ def model_dir(name: str) -> Path:
     if name not in NAMES:
         raise ValueError(f"unknown tiny model {name!r}: one of {', '.join(NAMES)}")
     return Path(__file__).resolve().parent / "models" / name
+
+
+def drafter_dir(name: str) -> Path:
+    """Return the folder of a trained drafter, to be given as a draft model."""
+    if name not in DRAFTERS:
+        raise ValueError(f"unknown drafter {name!r}: one of {', '.join(DRAFTERS)}")
+    return Path(__file__).resolve().parent / "models" / "drafters" / name
 
 
 @dataclass

@@ -9,6 +9,7 @@ fields); the recorder follows it from the request to the batch row:
     BatchGenerator.insert  prompt -> uid                            (uid -> key)
     PromptProcessingBatch  rows of the language model's prefill calls
     _stream_text           every emitted token of a row
+    _TokenIterator         which token of a row its handler waits for
 
 It also scripts replies (the *puppet*: a logits processor that leaves one token)
 and holds the GPU thread at a chosen token, so that requests meet where a test
@@ -35,6 +36,7 @@ class Record:
 
     hold_at: the generation thread stands at this token, once, until ``release()``.
     slow_until: behind it, each token waits a moment for this to become true.
+    asked: how many tokens the request's handler has asked for.
     """
 
     key: str
@@ -51,6 +53,7 @@ class Record:
     held: threading.Event = field(default_factory=threading.Event)
     release: Callable[[], bool] | None = None
     slow_until: Callable[[], bool] | None = None
+    asked: int = 0
 
 
 class Puppet:
@@ -144,6 +147,7 @@ class Recorder:
         self._wrap(generator, "_apply_cancellations", self._cancellations)
         self._wrap(generator, "_stream_text", self._stream_text)
         self._wrap(generator, "_collect_pending_requests", self._collect)
+        self._wrap(generation._TokenIterator, "__next__", self._next_token)
         self._wrap(ar.BatchGenerator, "insert", self._insert)
         for name in ("prompt_step", "generate"):
             self._wrap(ar.PromptProcessingBatch, name, self._prefill)
@@ -271,6 +275,15 @@ class Recorder:
             return original(generator, info, token, finish_reason)
 
         return stream_text
+
+    def _next_token(self, original: Any) -> Any:
+        def next_token(reply: Any) -> Any:
+            record = self.by_request.get(f"{id(reply._rqueue):x}")
+            if record is not None:
+                record.asked += 1
+            return original(reply)
+
+        return next_token
 
     def _collect(self, original: Any) -> Any:
         def collect_pending_requests(generator: Any, *args: Any, **kwargs: Any) -> Any:

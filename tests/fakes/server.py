@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -264,7 +264,8 @@ class TinyServer:
     ) -> Reply:
         """Stream, hang up once ``after`` tokens were emitted; see the module's text.
 
-        The server notices when it next writes, so that a few more tokens are emitted.
+        The hang-up comes while the handler waits for the token at which the row stands:
+        stock loses one that comes earlier.  A few more tokens may be emitted.
         """
         path, name, budget = ENDPOINTS[endpoint]
         record = self._expect(kw.pop("script", None), kw.pop("then", "stop"))
@@ -278,6 +279,7 @@ class TinyServer:
             _checked_status(answer)
             if not record.held.wait(REQUEST_SECONDS):
                 raise RequestFailed(0, f"ended before {after} tokens were emitted")
+            wait_for(lambda: record.asked >= after, "the handler asks for no token")
         hung_up.set()
         self.wait_idle()
         return _with_record(Reply(), record)
@@ -321,6 +323,15 @@ class TinyServer:
             f"token {found[0]} of the reply differs from the cold run "
             f"(its top-2 gap there is {found[1]:.3g}): {reply.ids} != {cold.ids}"
         )
+
+
+def wait_for(condition: Callable[[], bool], otherwise: str) -> None:
+    """Return when it is true; raise RequestFailed if it is not for REQUEST_SECONDS."""
+    deadline = time.monotonic() + REQUEST_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RequestFailed(0, otherwise)
+        time.sleep(0.002)
 
 
 def user(text: Any) -> dict[str, Any]:

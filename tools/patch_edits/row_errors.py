@@ -4,8 +4,12 @@ from tools.patch_tree import Edit, after, before
 
 AR = "mlx_vlm/generate/ar.py"
 SERVER = "mlx_vlm/server/generation.py"
+APP = "mlx_vlm/server/app.py"
 
-CORE = {"mlx_vlm_cacheplus/core/row_errors.py": "mlx_vlm/generate/row_errors.py"}
+CORE = {
+    "mlx_vlm_cacheplus/core/row_errors.py": "mlx_vlm/generate/row_errors.py",
+    "mlx_vlm_cacheplus/core/hang_ups.py": "mlx_vlm/server/hang_ups.py",
+}
 
 EDITS = [
     before(
@@ -49,12 +53,12 @@ EDITS = [
     before(
         SERVER,
         "from ..sample_utils import (",
-        "from ..generate.row_errors import (\n"
-        "    claim_uid,\n"
-        "    is_own_row,\n"
-        "    step_and_fail_rows,\n"
-        "    stream_text,\n"
-        ")\n",
+        "from ..generate.row_errors import step_and_fail_rows, stream_text\n",
+    ),
+    before(
+        SERVER,
+        "from .runtime import runtime\n",
+        "from .hang_ups import RowUid, belongs_to_request, own_cancels\n",
     ),
     Edit(
         SERVER,
@@ -77,14 +81,20 @@ EDITS = [
     Edit(
         SERVER,
         "        self._uid = uid\n",
-        "        self._uid = claim_uid(cancel_fn, uid, rqueue)\n",
+        "        self._uid = RowUid.of(uid, rqueue)\n",
         within="_TokenIterator.__init__",
     ),
-    before(
+    after(
         SERVER,
-        "        with self._cancel_lock:\n            self._cancelled.add(uid)\n",
-        "        if not is_own_row(self, uid):\n            return\n",
-        within="ResponseGenerator._cancel",
+        "        self._lock = Lock()\n",
+        "        belongs_to_request(self)\n",
+        within="_TokenIterator.__init__",
+    ),
+    Edit(
+        SERVER,
+        "            return pending\n",
+        "        return own_cancels(self, pending)\n",
+        within="ResponseGenerator._drain_cancellations",
     ),
     after(
         SERVER,
@@ -105,5 +115,15 @@ EDITS = [
         "return stream_text(\n"
         '            self, info, partial(info["streamer"].advance, token, finish_reason)\n'
         "        )",
+    ),
+    before(
+        APP,
+        "from .model_discovery import",
+        "from .hang_ups import RepliesEndWithTheirRequest\n",
+    ),
+    before(
+        APP,
+        "MAX_IMAGES = 10",
+        "app.add_middleware(RepliesEndWithTheirRequest)\n\n",
     ),
 ]

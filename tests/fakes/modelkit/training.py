@@ -134,7 +134,8 @@ def answer_loss(text: nn.Module, ids: mx.array, weights: mx.array) -> mx.array:
     return (losses * weights[:, 1:]).sum() / mx.maximum(weights[:, 1:].sum(), 1e-6)
 
 
-def _use_shift_conv(text: nn.Module) -> Callable[[], None]:
+def use_shift_conv(text: nn.Module) -> Callable[[], None]:
+    """Swap the convolutions for ``ShiftConv``; returns what puts them back."""
     swapped = []
     for layer in text.model.layers:
         if "linear_attn" in layer:
@@ -164,7 +165,7 @@ def train(model: nn.Module, name: str, recipe: Recipe) -> float:
     """Train ``model.language_model`` in place; returns the seconds it took."""
     text = model.language_model
     text.train()
-    restore = _use_shift_conv(text)
+    restore = use_shift_conv(text)
     step, state = _stepper(text, recipe)
     began, shown = time.perf_counter(), 0.0
     with _bars() as bars:
@@ -190,7 +191,7 @@ def steps_for(model: nn.Module, seconds: float, recipe: Recipe) -> int:
     text = model.language_model
     kept = tree_map(lambda value: value, text.parameters())
     text.train()
-    restore = _use_shift_conv(text)
+    restore = use_shift_conv(text)
     step, state = _stepper(text, recipe)
     mean = began = 0.0
     for stage in CURRICULUM:

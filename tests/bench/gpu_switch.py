@@ -1,0 +1,301 @@
+"""The benchmark's server that can be each side in turn, in one process.
+
+Started by ``gpu_sides``, never by hand.  It starts as stock without a prefix cache.
+``GET /bench/switch?side=...`` makes it another side between two requests, in the
+generation thread, on the model that is loaded: the plugin is taken away or applied by
+its own ``deactivate()`` and ``activate()``, and the generator gets that side's storage
+manager.  So the sides share weights, compiled kernels, memory, cores and threads, and
+differ in nothing else.
+
+*The side without the plugin is stock*: after each ``deactivate()`` every symbol that a
+change targets is compared with the object that stock defined; one that is not the same
+object fails the switch.  Without a prefix cache the generator has no manager, as in a
+server that was started with ``APC_ENABLED=0``.
+
+What is observed (see ``gpu_server``) hangs on seams that no change targets, or is taken
+off for the switch; it costs every side the same.
+
+``GET /bench/place?mode=alone`` puts the generation thread on a core of its own, whose
+siblings stay idle; ``free`` lets all threads use all of the server's cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.bench import gpu_server
+from tests.bench.gpu_cores import siblings
+from tests.bench.gpu_server import Watch
+
+OFF, STOCK, PLUS = "no cache", "stock 40 GB", "plus 40 GB"
+# Again stock without a cache, by the same way as a switch to plus: what a switch costs.
+SHAM = "sham"
+RAM = {
+    "APC_ENABLED": "1",
+    "APC_DISK_ENABLED": "0",
+    "APC_MEMORY_MAX_GB": os.environ.get("BENCH_RAM_GB", "40"),
+}
+WAIT_SECONDS = 60.0
+
+
+def _no_core() -> int:
+    return -1
+
+
+_core = getattr(ctypes.CDLL(None), "sched_getcpu", _no_core)
+
+
+class Job:
+    """Work for the generation thread, and what came of it."""
+
+    def __init__(self, work: Callable[[], Any]):
+        self.work = work
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Do the work; an error goes to whoever waits."""
+        try:
+            self.result = self.work()
+        except Exception as error:
+            self.error = error
+        self.done.set()
+
+
+class Switch(Watch):
+    """Makes the process one side after the other, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = OFF
+        self.generator: Any = None
+        self.thread = 0
+        self.job: Job | None = None
+        self.storage: dict[str, tuple[Any, Any]] = {OFF: (None, None)}
+        self.storage[SHAM] = (None, None)
+        self.seams: list[tuple[Any, str, Any]] = []
+        self.originals: list[tuple[Any, str, Any]] = []
+        # A planted slow-down of one side, to see that the benchmark finds it.
+        side, _, share = os.environ.get("BENCH_PLANT", "").partition(":")
+        self.planted = (side, float(share or 0))
+
+    # -- what is observed --------------------------------------------------------
+    def install(self) -> None:
+        """Hooks on symbols that no change targets, for good; seams until a switch."""
+        self._remember_stock()
+        normalization = importlib.import_module("mlx_vlm.server.request_normalization")
+        generation = importlib.import_module("mlx_vlm.server.generation")
+        owner = generation.ResponseGenerator
+        self._wrap(normalization, "_build_gen_args", self._arguments)
+        self._wrap(owner, "_make_sampler", self._sampler)
+        self._wrap(owner, "_collect_pending_requests", self._collect)
+        progress = staticmethod(self._progress(owner._log_decode_progress))
+        owner._log_decode_progress = progress
+        self._watch_seams()
+
+    def _remember_stock(self) -> None:
+        from mlx_vlm_cacheplus import patching
+        from mlx_vlm_cacheplus.changes import load_changes
+
+        for target in (t for change in load_changes() for t in change.targets):
+            holder, name = patching.resolve_holder(target.module, target.qualname)
+            value = patching.raw_value(holder, name)
+            self.originals.append((holder, name, value))
+
+    def _watch_seams(self) -> None:
+        for module, cls, name in gpu_server.SEAMS:
+            owner = getattr(importlib.import_module(module), cls)
+            self.seams.append((owner, name, vars(owner)[name]))
+            self._wrap(owner, name, self._timed)
+
+    def _leave_seams(self) -> None:
+        while self.seams:
+            owner, name, original = self.seams.pop()
+            setattr(owner, name, original)
+
+    def _collect(self, original: Any) -> Any:
+        def collect_pending_requests(generator: Any, **kwargs: Any) -> Any:
+            if self.generator is not generator:
+                self.generator, self.thread = generator, threading.get_native_id()
+            if not kwargs["active"] and self.job is not None:
+                job, self.job = self.job, None
+                job.run()
+            pending, stop = original(generator, **kwargs)
+            for request in pending:
+                ids = request.raw_inputs["input_ids"]
+                self.requests.append(
+                    {
+                        "side": self.side,
+                        "arrived": getattr(request.args, "bench_arrived", 0.0),
+                        "admitted": time.perf_counter(),
+                        "prompt": ids.reshape(-1).tolist(),
+                        "reply": [],
+                        "times": [],
+                        "seams": [],
+                        "cpu": [],
+                        "cores": [],
+                        "usage": [],
+                    }
+                )
+            return pending, stop
+
+        return collect_pending_requests
+
+    def _progress(self, original: Any) -> Any:
+        def log_decode_progress(uid: Any, info: Any, **kwargs: Any) -> float:
+            if self.requests and kwargs.get("token_count", 1):
+                request = self.requests[-1]
+                self._plant(request)
+                request["times"].append(time.perf_counter())
+                request["reply"].append(int(kwargs["token"]))
+                request["cpu"].append(time.thread_time())
+                request["cores"].append(_core())
+                request["usage"].append(resource.getrusage(resource.RUSAGE_THREAD))
+            return original(uid, info, **kwargs)
+
+        return log_decode_progress
+
+    def _plant(self, request: dict[str, Any]) -> None:
+        side, share = self.planted
+        if side == self.side and request["times"]:
+            now = time.perf_counter()
+            until = now + share * (now - request["times"][-1])
+            while time.perf_counter() < until:
+                pass
+
+    def take(self) -> list[dict[str, Any]]:
+        """Everything since the last call; per request what the thread itself did."""
+        out = super().take()
+        for request in out:
+            cpu, cores = request.pop("cpu"), request.pop("cores")
+            usage = request.pop("usage")
+            tokens = max(1, len(cpu) - 1)
+            if usage:
+                first, last = usage[0], usage[-1]
+                request["thread"] = {
+                    "cpu": (cpu[-1] - cpu[0]) / tokens,
+                    "cores": len(set(cores)),
+                    "core": int(median(cores)),
+                    "waits": (last.ru_nvcsw - first.ru_nvcsw) / tokens,
+                    "evicted": (last.ru_nivcsw - first.ru_nivcsw) / tokens,
+                }
+        return out
+
+    # -- the switch --------------------------------------------------------------
+    def _in_generation_thread(self, work: Callable[[], Any]) -> Any:
+        job = self.job = Job(work)
+        if self.generator is not None:
+            self.generator.requests.put(None)
+        if not job.done.wait(WAIT_SECONDS):
+            raise RuntimeError("the generation thread did not become idle")
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    def switch(self, side: str) -> dict[str, Any]:
+        """Become this side before the next request."""
+        began = time.perf_counter()
+        try:
+            out = self._in_generation_thread(lambda: self._become(side))
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {**out, "seconds": round(time.perf_counter() - began, 4)}
+
+    def _become(self, side: str) -> dict[str, Any]:
+        import mlx_vlm_cacheplus
+
+        self._leave_seams()
+        mlx_vlm_cacheplus.deactivate()
+        for holder, name, original in self.originals:
+            if vars(holder).get(name, original) is not original:
+                raise RuntimeError(f"{holder}.{name} is not stock's")
+        for name in [name for name in os.environ if name.startswith("APC_")]:
+            del os.environ[name]
+        os.environ.update(RAM if side in (STOCK, PLUS) else {"APC_ENABLED": "0"})
+        applied: tuple[str, ...] = ()
+        if side == PLUS:
+            report = self._activate()
+            wrong = [f.line() for f in report.findings if f.state.value != "applied"]
+            if wrong:
+                raise RuntimeError("; ".join(wrong))
+            applied = report.applied
+        manager, mode = self._storage_of(side)
+        self._hand_over(manager, mode)
+        self.side = side
+        self._watch_seams()
+        return {"side": side, "applied": applied, "mode": str(mode)}
+
+    @staticmethod
+    def _activate() -> Any:
+        """Apply the plugin to a server that serves, which it refuses by itself.
+
+        What the refusal protects is cared for: no request is in flight, the next one
+        gets a batch generator of its own, and the storage is made afterwards.
+        """
+        import mlx_vlm_cacheplus
+        from mlx_vlm_cacheplus import checks
+
+        reason, checks.serving_reason = checks.serving_reason, lambda: ""
+        try:
+            return mlx_vlm_cacheplus.activate()
+        finally:
+            checks.serving_reason = reason
+
+    def _storage_of(self, side: str) -> tuple[Any, Any]:
+        if side not in self.storage:
+            apc = importlib.import_module("mlx_vlm.apc")
+            model = self.generator.model
+            language_model = getattr(model, "language_model", model)
+            self.storage[side] = (apc.from_env(), apc.model_apc_mode(language_model))
+        return self.storage[side]
+
+    def _hand_over(self, manager: Any, mode: Any) -> None:
+        app = importlib.import_module("mlx_vlm.server.app")
+        self.generator.apc_manager = app.runtime.apc_manager = manager
+        self.generator.apc_mode = mode
+        for _, loaded in app._model_cache_registry().items():
+            if loaded.get("response_generator") is self.generator:
+                loaded["apc_manager"] = manager
+
+    def place(self, mode: str) -> dict[str, Any]:
+        """Put the threads where ``mode`` says; new ones inherit it from their maker."""
+        return self._in_generation_thread(lambda: self._place(mode))
+
+    def _place(self, mode: str) -> dict[str, Any]:
+        cores = {int(core) for core in os.environ.get("BENCH_CORES", "").split(",")}
+        own = {max(cores)}  # the first core has most of the interrupts
+        others = cores - siblings(max(cores))
+        if mode == "free":
+            own = others = cores
+        for task in Path("/proc/self/task").iterdir():
+            try:
+                mine = int(task.name) == self.thread
+                os.sched_setaffinity(int(task.name), own if mine else others)
+            except OSError:
+                pass  # it has ended
+        return {"mode": mode, "own": sorted(own), "others": sorted(others)}
+
+
+def main(words: list[str]) -> None:
+    """Run stock's server with these arguments."""
+    if cores := os.environ.get("BENCH_CORES"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    # The client of this module forbade the plugin; here it comes and goes.
+    os.environ.pop("MLX_VLM_CACHEPLUS", None)
+    watch = Switch()
+    gpu_server.serve(words, watch, {"switch": watch.switch, "place": watch.place})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
