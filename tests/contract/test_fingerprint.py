@@ -221,11 +221,12 @@ def test_refresh_command_writes_one_file_for_each_tree(tmp_path, monkeypatch, ca
     for version in ("0.7.98", "0.7.99"):
         folder = tmp_path / version / "mlx_vlm"
         for change in load_changes():
-            for t in [t for t in change.targets for t in (t, stock.definition(t))]:
-                source = stock.path(t.module)
-                goal = folder / source.relative_to(installed)
-                goal.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, goal)
+            for t in change.targets:
+                for module in {t.module, stock.definition(t).module}:
+                    source = stock.path(module)
+                    goal = folder / source.relative_to(installed)
+                    goal.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(source, goal)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "version.py").write_text(f'__version__ = "{version}"\n')
         trees.append(str(folder.parent if version == "0.7.98" else folder))
