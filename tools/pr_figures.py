@@ -137,6 +137,28 @@ def segment_tree() -> None:
                 )
 
 
+def drafted_replies() -> None:
+    """What the next turn restores of a prompt and a reply that a draft model helped to write."""
+    import test_drafted_replies as t
+
+    for kind in t.DRAFTERS:
+        for budgets in ([14], [4, 21, 11]):
+            model, manager = t.model.__wrapped__(), t.manager.__wrapped__()
+            prompts = [t.prompt_of(40 + seed, seed) for seed in range(len(budgets))]
+            run, uids, _ = t.drafted_run(model, manager, kind, prompts, budgets)
+            said = run.drain()
+            for uid, prompt in zip(uids, prompts, strict=True):
+                asked = prompt + said[uid] + t.prompt_of(5, 9)
+                again = t.Run(model, manager)
+                again.insert([asked])
+                tokens = again.drain()[0]
+                same = tokens == t.reply_of(model, asked, 8)
+                print(
+                    f"{kind}, {len(budgets)} rows: next prompt {len(asked)}, history {len(prompt) + len(said[uid])}, "
+                    f"restored {again.cached[0]}, tokens {'equal' if same else 'DIFFERENT'}"
+                )
+
+
 def _conversations(t: Any, model: Any, rows: int) -> list[tuple[str, list, list]]:
     """What is asked of a tree: a name, the prompts before, and the prompts measured."""
     seeds = range(1, rows + 1)
@@ -183,6 +205,7 @@ def main() -> int:
         row_errors,
         output_tokens,
         segment_tree,
+        drafted_replies,
     ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
         figures()

@@ -17,7 +17,7 @@ class DraftPriming(Change):
     targets = (
         Target(AR, "PromptProcessingBatch.__init__"),
         Target(AR, "PromptProcessingBatch.generate"),
-        Target(AR, "SpeculativeGenerationBatch.next"),
+        Target(AR, "SpeculativeGenerationBatch._refresh_uids"),
     )
     why = (
         "Chunked prefill leaves one last column, and that is all that a drafter is primed with: an MTP drafter reads one "
@@ -45,18 +45,16 @@ class DraftPriming(Change):
 
             return wrapper
 
-        def advance(original: Any) -> Any:
-            def wrapper(self: Any) -> Any:
-                try:
-                    return original(self)
-                finally:
-                    core.report_back(self)
+        def refresh(original: Any) -> Any:
+            def wrapper(self: Any) -> None:
+                core.report_back(self)
+                original(self)
 
             return wrapper
 
         patcher.replace_method(AR, "PromptProcessingBatch.__init__", init)
         patcher.replace_method(AR, "PromptProcessingBatch.generate", generate)
-        patcher.replace_method(AR, "SpeculativeGenerationBatch.next", advance)
+        patcher.replace_method(AR, "SpeculativeGenerationBatch._refresh_uids", refresh)
 
 
 CHANGE = DraftPriming()

@@ -44,8 +44,6 @@ class DraftState(Change):
 
         def remove(original: Any) -> Any:
             def wrapper(self: Any, uid: Any) -> bool:
-                if self._prompt_batch is None:
-                    return original(self, uid)
                 with core.offered_while_read(self._prompt_batch):
                     return original(self, uid)
 

@@ -18,9 +18,6 @@ WALKS = (
     (EAGLE3, "_eagle3_walk_batch"),
     (DFLASH, "_speculative_walk_batch"),
     (DFLASH, "_sample_dflash_target_walk"),
-)
-# Where all rows must accept the same number.
-UNIFORM_WALKS = (
     (MTP, "_speculative_walk_batch_uniform_acceptance"),
     (MTP, "_speculative_walk_batch_deferred_uniform"),
     (EAGLE3, "_eagle3_walk_batch_uniform_acceptance"),
@@ -35,7 +32,7 @@ class DraftedReplies(Change):
         Target(AR, "SpeculativeGenerationBatch.next"),
         Target(AR, "SpeculativeGenerationBatch._refresh_uids"),
         Target(AR, "run_speculative_server_rounds"),
-        *(Target(*walk) for walk in (*WALKS_OF_ONE, *WALKS, *UNIFORM_WALKS)),
+        *(Target(*walk) for walk in (*WALKS_OF_ONE, *WALKS)),
     )
     why = (
         "With a draft model the reply is dropped when its row ends, and the next turn reads it again. A reply that ends "
@@ -54,7 +51,7 @@ class DraftedReplies(Change):
             def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
                 rows = open_rows(self)
                 batch = original(self, *args, **kwargs)
-                core.attach_rows(batch, rows)
+                core.attach_drafted_rows(batch, rows)
                 return batch
 
             return wrapper
@@ -68,7 +65,7 @@ class DraftedReplies(Change):
 
         def refresh(original: Any) -> Any:
             def wrapper(self: Any) -> None:
-                core.commit_ended_rows(self)
+                core.commit_drafted_rows(self)
                 original(self)
 
             return wrapper
@@ -97,18 +94,13 @@ def _apply_to_walks(patcher: Any, cut: Any) -> None:
 
         return wrapper
 
-    def of_all(original: Any, uniform: bool) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return cut(*original(*args, **kwargs), uniform=uniform)
-
-        return wrapper
+    def of_all(original: Any) -> Any:
+        return lambda *args, **kwargs: cut(*original(*args, **kwargs))
 
     for walk in WALKS_OF_ONE:
         patcher.replace_method(*walk, of_one)
     for walk in WALKS:
-        patcher.replace_method(*walk, lambda original: of_all(original, False))
-    for walk in UNIFORM_WALKS:
-        patcher.replace_method(*walk, lambda original: of_all(original, True))
+        patcher.replace_method(*walk, of_all)
 
 
 CHANGE = DraftedReplies()

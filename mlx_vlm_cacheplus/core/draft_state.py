@@ -227,8 +227,8 @@ def _hit_of(prompt_batch: Any, index: int) -> Hit | None:
 @contextlib.contextmanager
 def offered_while_read(prompt_batch: Any) -> Iterator[None]:
     """Commit the drafter's rows with what a prompt batch commits."""
-    primer = prompt_batch._speculative_prefill
-    coordinator = prompt_batch._apc_coordinator
+    primer = getattr(prompt_batch, "_speculative_prefill", None)
+    coordinator = getattr(prompt_batch, "_apc_coordinator", None)
     view = getattr(coordinator, "companion", None)
     if view is None or not isinstance(primer, DraftPrimer):
         yield

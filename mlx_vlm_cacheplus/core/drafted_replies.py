@@ -26,6 +26,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mlx_vlm.speculative.common import _requires_uniform_batch_acceptance
+
 from .output_tokens import OutputRow, commit_row
 from .reply_ids import reply_ids_of
 
@@ -74,11 +76,10 @@ def _alone(row: int, place: int, tokens: int) -> Any:
     return contextlib.nullcontext()
 
 
-def attach_rows(batch: Any, rows: dict[int, OutputRow]) -> None:
+def attach_drafted_rows(batch: Any, rows: dict[int, OutputRow]) -> None:
     """Hand the ledgers to a speculative batch; it owns them from here."""
     if getattr(batch, "is_speculative", False):
         batch.drafted = DraftedRows(batch._all_uids, rows)
-        batch.output_rows = batch.drafted.rows
 
 
 @contextlib.contextmanager
@@ -97,17 +98,18 @@ def recorded_round(batch: Any) -> Iterator[None]:
 
 
 def cut_at_row_ends(
-    accepted: Sequence[int], new_tokens: Sequence[list[int]], uniform: bool = False
+    accepted: Sequence[int], new_tokens: Sequence[list[int]]
 ) -> tuple[list[int], list[list[int]]]:
     """Shorten a round's acceptance so that no row runs ahead of its reply.
 
-    Call after the walk and before anything is committed.
+    Where the caches need the same acceptance for all rows, one row's end cuts all.
+    Call after the walk and before anything is committed; a second call on what the
+    first returned changes nothing.
 
     Args:
         accepted: accepted draft tokens of each active row.
         new_tokens: what each row is about to emit: the accepted tokens and the
             target's own next one.
-        uniform: whether the caches need the same acceptance for all rows.
 
     Returns:
         Both, cut; outside a recorded round as they came.
@@ -126,12 +128,18 @@ def cut_at_row_ends(
         if end is not None:
             new_tokens[place] = new_tokens[place][:end]
             accepted[place] = min(accepted[place], end - 1)
-    if uniform:
+    if _rows_accept_alike(batch):
         least = min(accepted)
         new_tokens = [tokens[: least + 1] for tokens in new_tokens]
         accepted = [least] * len(accepted)
     drafted.round = list(zip(drafted.active, accepted, new_tokens, strict=True))
     return accepted, new_tokens
+
+
+def _rows_accept_alike(batch: Any) -> bool:
+    """Whether target or drafter keep caches that cannot hold rows of unequal age."""
+    target = getattr(batch.model, "language_model", batch.model)
+    return _requires_uniform_batch_acceptance(batch.draft_model, target)
 
 
 def _end_of_row(batch: Any, row: int, tokens: Sequence[int]) -> int | None:
@@ -168,7 +176,7 @@ def watched_stop_check(
     return check
 
 
-def commit_ended_rows(batch: Any) -> None:
+def commit_drafted_rows(batch: Any) -> None:
     """Commit the rows that have ended, before the batch lets go of its caches.
 
     Call where the batch refreshes its rows: between rounds, or while a round is

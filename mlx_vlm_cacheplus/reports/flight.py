@@ -11,7 +11,7 @@ from .history import Ids, Match, Seen, as_ids
 from .record import Shortfall, Source
 
 ONLY_PROMPT = "only the prompt is kept: output-tokens is off"
-ONLY_PROMPT_DRAFT = "only the prompt is kept: a draft model is loaded"
+ONLY_PROMPT_DRAFT = "only the prompt is kept: drafted-replies is off"
 NOT_READ = "it ended before its prompt was read"
 BROKEN_OFF = "an error broke the row off before it could be kept"
 
@@ -27,8 +27,10 @@ class Flight:
         manager: the server's prefix cache, None where it is off; generator: the batch generator of the row.
         prompt_batch: the batch that reads the prompt, until decoding starts.
         meta: stock's prefix-cache notes on the row.
-        row: the ledger that output-tokens keeps; None where it is off or a draft model writes.
+        row: the ledger that output-tokens keeps, or drafted-replies where a draft model writes; None where they are off.
         reply: ids fed after the prompt, where there is no ledger.
+        emitted: tokens emitted, where a draft model writes: the newest is not in the ledger, and a round that was
+            broken off can have left more there than came out; None elsewhere.
     """
 
     id: str
@@ -55,6 +57,7 @@ class Flight:
     decoding: bool = False
     row: Any = None
     reply: list[int] = field(default_factory=list)
+    emitted: int | None = None
     draft_model: Any = None
     draft_kind: str | None = None
     draft_before: tuple[Any, ...] | None = None
@@ -112,6 +115,13 @@ class Flight:
             return 0, self.cache.off
         if not self.decoding:
             return 0, NOT_READ
+        if (
+            self.emitted is not None
+            and self.row is not None
+            and len(self.row.ids) == self.prompt
+        ):
+            # The newest token is not processed: of one token only the prompt is kept.
+            return self._prompt_kept(), self.row.reason
         if self.row is not None:
             # Of a block cache, what is behind the last whole block is not kept.
             committed = int(self.row.committed) // self.cache.block * self.cache.block

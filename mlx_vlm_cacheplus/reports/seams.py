@@ -1,7 +1,7 @@
 """The wrappers around stock's seams: each tells the tracker what passed, and changes nothing.
 
 All but one run a few times a request. The one on a decode step looks up one attribute; only where no ledger is kept
-(output-tokens off, no cache, a draft model) does it note the ids it is handed, which are Python numbers already.
+(output-tokens off, no cache) does it note the ids it is handed, which are Python numbers already.
 """
 
 from __future__ import annotations
@@ -129,11 +129,7 @@ class Seams:
     ) -> Any:
         """PromptProcessingBatch.generate: prompts are read, ledgers are open."""
         batch = wrapped(*args, **kwargs)
-        _safely(
-            lambda: self.tracker.decode(
-                batch.uids, getattr(batch, "output_rows", None) or {}
-            )
-        )
+        _safely(lambda: self.tracker.decode(batch.uids, _ledgers(batch)))
         return batch
 
     def step(self, original: Callable[[Any], tuple]) -> Callable[[Any], tuple]:
@@ -193,7 +189,7 @@ class Seams:
         return next
 
     def _round(self, responses: list) -> None:
-        self.tracker.feed((r.uid for r in responses), (r.token for r in responses))
+        self.tracker.emit((r.uid for r in responses), (r.token for r in responses))
         for response in responses:
             if response.finish_reason is not None:
                 self.tracker.end_row(response.uid, response.finish_reason)
@@ -229,6 +225,13 @@ class Seams:
         )
         _safely(lambda: self.tracker.end_queues(queues, error))
         return wrapped(queues, *args[1:])
+
+
+def _ledgers(batch: Any) -> dict[int, Any]:
+    """Of output-tokens, or of drafted-replies; empty where they are off."""
+    drafted = getattr(batch, "drafted", None)
+    rows = getattr(batch, "output_rows", None) if drafted is None else drafted.rows
+    return rows or {}
 
 
 def _describe(error: BaseException) -> str:

@@ -157,12 +157,21 @@ class Tracker:
                 flight.row = rows.get(uid)
 
     def feed(self, uids: Iterable[int], tokens: Iterable[int | None]) -> None:
-        """Tokens that were fed or emitted, for rows without a ledger."""
+        """Tokens that were fed, for rows without a ledger."""
         flights = self.flights
         for uid, token in zip(uids, tokens, strict=False):
             flight = flights.get(uid)
             if flight is not None and flight.row is None and token is not None:
                 flight.reply.append(int(token))
+
+    def emit(self, uids: Iterable[int], tokens: Iterable[int | None]) -> None:
+        """Tokens that a draft model helped to write. Where there is no ledger, they are what is known of the reply."""
+        for uid, token in zip(uids, tokens, strict=True):
+            flight = self.flights.get(uid)
+            if flight is not None and token is not None:
+                flight.emitted = (flight.emitted or 0) + 1
+                if flight.row is None:
+                    flight.reply.append(int(token))
 
     def leave(self, uid: int | None) -> None:
         """A row is being removed (None: it has been); its progress is gone from the batch afterwards."""
@@ -210,6 +219,8 @@ class Tracker:
         read = flight.prompt_read()
         committed, reason = flight.commit_result()
         ids = flight.all_ids()
+        if generated is None:
+            generated = flight.emitted
         record = ReuseRecord(
             id=flight.id or str(flight.uid),
             uid=flight.uid,

@@ -23,6 +23,30 @@ def drafter(tmp_path_factory):
     return make_drafter(tmp_path_factory.mktemp("drafter") / "mtp")
 
 
+@pytest.fixture(scope="session")
+def dense_drafters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    return {
+        kind: make_drafter(folder / kind, kind=kind, block_size=6)
+        for kind in ("eagle3", "dflash")
+    }
+
+
+@pytest.fixture
+def drafted_dense(make_server, dense_drafters):
+    def make(kind, block_size, oracle):
+        server = make_server(
+            "dense",
+            draft_model=dense_drafters[kind],
+            draft_kind=kind,
+            env={"MLX_VLM_DRAFT_BLOCK_SIZE": str(block_size)},
+        )
+        oracle.install(server.generator.draft_model)
+        return server
+
+    return make
+
+
 @pytest.fixture
 def drafted(make_server, drafter):
     def make(oracle):
@@ -78,24 +102,50 @@ def test_a_reply_whose_client_hangs_up(make_server, drafted):
     assert_reply_is_kept(server, part, follow_up(server, ASK, part))
 
 
-def test_rows_of_one_batch_that_end_at_different_times(make_server, drafted):
-    asks = [[*ASK[:1], user(f"get: {key}")] for key in ("amber", "briar", "nothing")]
-    lengths = (5, 24, 9)
-    server = make_server("hybrid", apc_checkpoint_entries=8)
-    expected = [
-        server.chat(ask, max_tokens=n) for ask, n in zip(asks, lengths, strict=True)
-    ]
-    server = drafted(Oracle([r.ids for r in expected], 6))
-    replies = server.together(
-        [
-            {"messages": ask, "max_tokens": n}
-            for ask, n in zip(asks, lengths, strict=True)
-        ]
-    )
+ROWS = [
+    {"messages": [*ASK[:1], user(f"get: {key}")], "max_tokens": n}
+    for key, n in (("amber", 5), ("briar", 24), ("nothing", 9))
+]
+
+
+def assert_rows_are_kept(server, expected):
+    replies = server.together([dict(row) for row in ROWS])
     for reply, other in zip(replies, expected, strict=True):
         assert reply.ids == other.ids
-    for ask, reply in zip(asks, replies, strict=True):
-        assert_reply_is_kept(server, reply, follow_up(server, ask, reply))
+    for row, reply in zip(ROWS, replies, strict=True):
+        assert_reply_is_kept(server, reply, follow_up(server, row["messages"], reply))
+
+
+def test_rows_of_one_batch_that_end_at_different_times(make_server, drafted):
+    server = make_server("hybrid", apc_checkpoint_entries=8)
+    expected = [server.chat(**row) for row in ROWS]
+    assert_rows_are_kept(drafted(Oracle([r.ids for r in expected], 6)), expected)
+
+
+@pytest.mark.parametrize("block_size", range(2, 7))
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_row_of_each_other_kind_of_drafter(
+    make_server, drafted_dense, kind, block_size
+):
+    expected = make_server("dense").chat(ASK, max_tokens=19)
+    oracle = Oracle([expected.ids], 7)
+    server = drafted_dense(kind, block_size, oracle)
+    first = server.chat(ASK, max_tokens=19)
+    assert first.ids == expected.ids
+    assert oracle.accepted > 0
+    assert_reply_is_kept(server, first, follow_up(server, ASK, first))
+
+
+@pytest.mark.parametrize("block_size", range(2, 7))
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_rows_of_each_other_kind_of_drafter(
+    make_server, drafted_dense, kind, block_size
+):
+    server = make_server("dense")
+    expected = [server.chat(**row) for row in ROWS]
+    oracle = Oracle([r.ids for r in expected], 7)
+    assert_rows_are_kept(drafted_dense(kind, block_size, oracle), expected)
+    assert oracle.accepted > 0
 
 
 def test_a_session_reads_every_token_once(make_server, drafted):

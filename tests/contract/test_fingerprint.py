@@ -52,6 +52,71 @@ def test_several_definitions_count_together(tmp_path):
     assert tree.source(Target("mlx_vlm.m", "C")) == "    B, C = 2, 3"
 
 
+@pytest.fixture
+def importing(tmp_path):
+    """A package whose modules import each other's names in every way."""
+    texts = {
+        "__init__.py": "",
+        "top.py": "from .rounds import *\nfrom .rounds.loop import plain\nimport json\n",
+        "rounds/__init__.py": "from .walks import walk\n",
+        "rounds/walks.py": "def walk():\n    return 1\n\n\ndef stride():\n    return 2\n",
+        "rounds/loop.py": (
+            "from json import loads\n"
+            "from .walks import walk\n"
+            "from .walks import stride as step\n"
+            "from . import walk as again\n"
+            "from ..rounds.walks import stride\n"
+            "from mlx_vlm.rounds.walks import walk as absolute\n"
+            "def plain():\n    return walk()\n"
+        ),
+    }
+    for name, text in texts.items():
+        path = tmp_path / "mlx_vlm" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return StockTree(tmp_path / "mlx_vlm")
+
+
+LOOP, WALKS = "mlx_vlm.rounds.loop", "mlx_vlm.rounds.walks"
+
+
+@pytest.mark.parametrize(
+    "name, module, defined",
+    [
+        ("walk", WALKS, "walk"),
+        ("step", WALKS, "stride"),
+        ("again", WALKS, "walk"),
+        ("stride", WALKS, "stride"),
+        ("absolute", WALKS, "walk"),
+        ("plain", LOOP, "plain"),
+        # Another package's, and one that nobody imports: as they are.
+        ("loads", LOOP, "loads"),
+        ("nothing", LOOP, "nothing"),
+        ("plain.walk", LOOP, "plain.walk"),
+    ],
+)
+def test_an_imported_name_stands_for_its_definition(importing, name, module, defined):
+    asked, found = Target(LOOP, name), Target(module, defined)
+    assert importing.definition(asked) == found
+    assert importing.source(asked) == importing.source(found)
+    if module == WALKS:
+        assert importing.source(asked).startswith(f"def {defined}")
+
+
+def test_a_name_can_come_through_several_modules(importing):
+    found = importing.definition(Target("mlx_vlm.top", "plain"))
+    assert found == Target(LOOP, "plain")
+    assert importing.source(Target("mlx_vlm.top", "json")) is None
+
+
+def test_an_edit_of_the_definition_is_one_of_the_imported_name(importing):
+    asked = Target(LOOP, "again")
+    before = importing.hash(asked)
+    path = importing.folder / "rounds/walks.py"
+    path.write_text(path.read_text().replace("return 1", "return 3"))
+    assert StockTree(importing.folder).hash(asked) != before
+
+
 @pytest.mark.parametrize(
     "old, new, same",
     [
@@ -150,16 +215,18 @@ def test_differences_name_symbol_and_file(stock):
 
 def test_refresh_command_writes_one_file_for_each_tree(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fingerprint, "FOLDER", tmp_path)
-    installed = StockTree.installed().folder
+    stock = StockTree.installed()
+    installed = stock.folder
     trees = []
     for version in ("0.7.98", "0.7.99"):
         folder = tmp_path / version / "mlx_vlm"
         for change in load_changes():
             for t in change.targets:
-                source = StockTree(installed).path(t.module)
-                goal = folder / source.relative_to(installed)
-                goal.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, goal)
+                for module in {t.module, stock.definition(t).module}:
+                    source = stock.path(module)
+                    goal = folder / source.relative_to(installed)
+                    goal.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(source, goal)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "version.py").write_text(f'__version__ = "{version}"\n')
         trees.append(str(folder.parent if version == "0.7.98" else folder))

@@ -229,6 +229,90 @@ def test_with_a_draft_model_tokens_come_in_rounds():
     assert counts == (1, 3, 2)
 
 
+class DraftedStage:
+    """One row that a draft model writes, with the ledger that drafted-replies keeps."""
+
+    def __init__(self, prompt: list[int], **kwargs: Any):
+        self.stage = Stage(draft=Drafter(), **kwargs)
+        self.stage.queue(0, prompt)
+        prompt_batch = self.stage.prefill((0, 0))
+        self.row = SimpleNamespace(ids=list(prompt), committed=0, reason=None)
+        self.batch = SimpleNamespace(
+            uids=[0], drafted=SimpleNamespace(rows={0: self.row})
+        )
+        self.stage.seams.finish_prompt_batch(lambda: self.batch, prompt_batch, (), {})
+
+    def emit(self, processed: list[int], tokens: list[int], finish: str | None = None):
+        """A round: what the target has taken in, and what came out of it."""
+
+        def stock(batch: Any) -> list:
+            self.row.ids.extend(processed)
+            if finish is not None:
+                self.commit()
+            last = len(tokens) - 1
+            return [
+                SimpleNamespace(
+                    uid=0, token=t, finish_reason=finish if i == last else None
+                )
+                for i, t in enumerate(tokens)
+            ]
+
+        return self.stage.seams.speculative_next(stock)(self.batch)
+
+    def commit(self) -> None:
+        self.batch.drafted.rows.clear()
+        self.row.committed = len(self.row.ids)
+
+
+@pytest.mark.parametrize(("last", "finish"), [(STOP, "stop"), (9, "length")])
+def test_a_drafted_reply_counts_what_came_out_and_keeps_what_was_processed(
+    last, finish
+):
+    drafted = DraftedStage([1, 2, 3, 4], block=1)
+    drafted.emit([], [5])
+    drafted.emit([5, 6, 7], [6, 7, 8])
+    drafted.emit([8], [last], finish)
+    out = drafted.stage.last()
+    assert (out["generated"], out["finish"]) == (5, finish)
+    assert (out["committed"], out["reason"]) == (8, None)
+    # The newest token was not processed, so the next turn reads it for the first time.
+    again = drafted.stage.run(1, [1, 2, 3, 4, 5, 6, 7, 8, last, 3], [STOP], restored=8)
+    assert (again["new"], again["prefilled"], again["re_read"]) == (2, 2, 0)
+
+
+def test_a_drafted_reply_whose_client_hangs_up_inside_a_round():
+    drafted = DraftedStage([1, 2, 3, 4], block=1)
+    drafted.emit([], [5])
+    drafted.emit([5, 6, 7], [6])
+    drafted.stage.cancel(0)
+    leave = lambda uid: drafted.commit() or True  # noqa: E731
+    stage = drafted.stage
+    stage.seams.remove(leave, stage.batch_generator, (0,), {})
+    out = stage.last()
+    assert (out["finish"], out["generated"], out["committed"]) == ("cancel", 2, 7)
+    assert out["reason"] is None
+
+
+def test_a_drafted_reply_of_one_token_keeps_its_prompt():
+    drafted = DraftedStage([1, 2, 3, 4, 5])
+    drafted.row.reason = "no token was processed after the prompt"
+    drafted.emit([], [STOP], "stop")
+    out = drafted.stage.last()
+    assert (out["generated"], out["finish"], out["committed"]) == (1, "stop", 4)
+    assert out["reason"] == "no token was processed after the prompt"
+
+
+def test_a_drafted_row_that_was_forgotten_says_why():
+    drafted = DraftedStage([1, 2, 3, 4], block=1)
+    drafted.emit([], [5])
+    drafted.emit([5], [6])
+    drafted.row.reason = "an error broke the round off"
+    drafted.stage.remove(0, removed=False)
+    out = drafted.stage.last()
+    assert (out["finish"], out["generated"], out["committed"]) == ("error", 2, 0)
+    assert out["reason"] == "an error broke the round off"
+
+
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [

@@ -1,4 +1,4 @@
-"""A drafter with random weights for the hybrid model, and an oracle in its place.
+"""Drafters with random weights for bundled models, and an oracle in their place.
 
 A random drafter is never accepted.  The oracle is the same drafter, but proposes what
 the target will say, with planted errors, so that accepting and rolling back both run.
@@ -15,20 +15,18 @@ from typing import Any
 
 from tests.fakes.models import model_dir
 
+PACKAGES = {"mtp": "qwen3_5_mtp", "eagle3": "eagle3", "dflash": "gemma4_dflash"}
 
-def make_drafter(folder: Path, block_size: int = 4, seed: int = 7) -> str:
-    """Write an MTP drafter of one layer for the bundled hybrid model."""
+
+def make_drafter(
+    folder: Path, block_size: int = 4, seed: int = 7, kind: str = "mtp"
+) -> str:
+    """Write a drafter of one layer: MTP for the hybrid model, EAGLE-3 or DFlash for the dense one."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_map
 
-    package = importlib.import_module("mlx_vlm.speculative.drafters.qwen3_5_mtp")
-    target = json.loads((model_dir("hybrid") / "config.json").read_text())
-    config = {
-        "model_type": "qwen3_5_mtp",
-        "text_config": {**target, "mtp_num_hidden_layers": 1},
-        "block_size": block_size,
-        "tie_word_embeddings": True,
-    }
+    config = {**_config(kind), "block_size": block_size}
+    package = importlib.import_module(f"mlx_vlm.speculative.drafters.{PACKAGES[kind]}")
     with mx.stream(mx.cpu):
         mx.random.seed(seed)
         model = package.Model(package.ModelConfig.from_dict(config))
@@ -40,6 +38,40 @@ def make_drafter(folder: Path, block_size: int = 4, seed: int = 7) -> str:
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def _config(kind: str) -> dict[str, Any]:
+    if kind == "mtp":
+        target = json.loads((model_dir("hybrid") / "config.json").read_text())
+        return {
+            "model_type": "qwen3_5_mtp",
+            "text_config": {**target, "mtp_num_hidden_layers": 1},
+            "tie_word_embeddings": True,
+        }
+    target = json.loads((model_dir("dense") / "config.json").read_text())["text_config"]
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "vocab_size",
+    )
+    layer = {**{name: target[name] for name in names}, "num_hidden_layers": 1}
+    if kind == "eagle3":
+        return {
+            "model_type": "eagle3",
+            "transformer_layer_config": layer,
+            "draft_vocab_size": target["vocab_size"],
+            "target_layer_ids": [1, 2, 3],
+        }
+    return {
+        "model_type": "gemma4",
+        **layer,
+        "target_layer_ids": [0, 2],
+        "dflash_config": {"mask_token_id": 4, "num_target_layers": 4},
+    }
 
 
 class Oracle:
@@ -93,7 +125,53 @@ def _base(cls: type) -> type:
     return cls.__mro__[1] if cls.__name__ == "OracleDrafter" else cls
 
 
+def _is_told(base: type) -> bool:
+    """Whether the round loop tells this drafter what was accepted."""
+    return hasattr(base, "accept_verified_tokens")
+
+
 def _oracle_class(base: type, oracle: Oracle) -> type:
+    if not _is_told(base):
+        return _untold_oracle_class(base, oracle)
+    return _told_oracle_class(base, oracle)
+
+
+def _untold_oracle_class(base: type, oracle: Oracle) -> type:
+    """For DFlash, which drafts row by row and is given the hidden states of what was kept."""
+    import mlx.core as mx
+
+    class OracleDrafter(base):  # type: ignore[valid-type,misc]
+        def reset(self, *args: Any, **kwargs: Any) -> Any:
+            oracle.said = []
+            self.__dict__["_rows"] = []
+            return super().reset(*args, **kwargs)
+
+        def draft_block(
+            self, last_bonus: Any, hidden: Any, cache: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            drafted = super().draft_block(last_bonus, hidden, cache, *args, **kwargs)
+            rows = self.__dict__["_rows"]
+            known = next((r for r in rows if r["cache"] is cache), None)
+            if known is None:
+                known = {"cache": cache, "row": len(rows)}
+                rows.append(known)
+                oracle.said.append([int(last_bonus)])
+            else:
+                # One hidden state for each token of the round, the bonus included.
+                accepted = hidden.shape[1] - 1
+                new = [*known["proposed"][:accepted], int(last_bonus)]
+                oracle.said[known["row"]] += new
+                oracle.rounds.append((len(known["proposed"]), accepted))
+            tokens = oracle.propose(known["row"], drafted.shape[1])
+            known["proposed"] = tokens
+            return mx.array([tokens], dtype=drafted.dtype)
+
+        draft_block_greedy = draft_block
+
+    return OracleDrafter
+
+
+def _told_oracle_class(base: type, oracle: Oracle) -> type:
     import mlx.core as mx
 
     def propose(model: Any, drafted: Any, last_bonus: Any) -> Any:

@@ -12,6 +12,7 @@ COORDINATOR = "mlx_vlm/apc_coordinator.py"
 CORE = {
     "mlx_vlm_cacheplus/core/segment_tree.py": "mlx_vlm/segment_tree.py",
     "mlx_vlm_cacheplus/core/eviction.py": "mlx_vlm/segment_eviction.py",
+    "mlx_vlm_cacheplus/core/companions.py": "mlx_vlm/segment_companions.py",
     "mlx_vlm_cacheplus/core/segments.py": "mlx_vlm/segments.py",
     "mlx_vlm_cacheplus/core/boundaries.py": "mlx_vlm/segment_boundaries.py",
     "mlx_vlm_cacheplus/core/segment_cache.py": "mlx_vlm/segment_cache.py",

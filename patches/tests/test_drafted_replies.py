@@ -1,0 +1,295 @@
+"""A reply that was written with a draft model enters the prefix cache, wherever it ends."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+from mlx_vlm.apc import APCManager
+from mlx_vlm.generate.ar import BatchGenerator
+from mlx_vlm.models import qwen3_5_text
+from mlx_vlm.speculative.drafters import eagle3, qwen3_5_mtp, qwen3_dflash
+
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 96,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [1, 1, 0],
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+LAYER = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+}
+DRAFTERS = {
+    "mtp": (
+        qwen3_5_mtp,
+        {
+            "model_type": "qwen3_5_mtp",
+            "text_config": {**HYBRID, "mtp_num_hidden_layers": 1},
+        },
+    ),
+    "eagle3": (
+        eagle3,
+        {
+            "model_type": "eagle3",
+            "transformer_layer_config": LAYER,
+            "draft_vocab_size": 96,
+            "target_layer_ids": [1, 2, 3],
+        },
+    ),
+    "dflash": (
+        qwen3_dflash,
+        {
+            **LAYER,
+            "model_type": "qwen3",
+            "mask_token_id": 1,
+            "target_layer_ids": [0, 2],
+            "num_target_layers": 4,
+        },
+    ),
+}
+BLOCK = 4
+
+
+class StopAt:
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def add_eos_token_ids(self, ids):
+        pass
+
+    def __call__(self, token):
+        return token in self.tokens
+
+
+class Run:
+    """One generator, what its rows have said, and which of them have ended."""
+
+    def __init__(self, model, manager, stop=(), **drafting):
+        self.generator = BatchGenerator(
+            model.language_model,
+            SimpleNamespace(stopping_criteria=StopAt(*stop)),
+            apc_manager=manager,
+            prefill_step_size=16,
+            greedy_sampling=True,
+            **drafting,
+        )
+        self.model = model
+        self.said, self.cached, self.ended = {}, {}, set()
+
+    def insert(self, prompts, max_tokens=8):
+        kwargs = [
+            {
+                **{
+                    key: value
+                    for key, value in self.model.get_input_embeddings(
+                        mx.array([prompt])
+                    )
+                    .to_dict()
+                    .items()
+                    if value is not None
+                },
+                "_apc_semantic_hash": 1,
+            }
+            for prompt in prompts
+        ]
+        return self.generator.insert(
+            prompts, max_tokens=max_tokens, prompt_kwargs=kwargs
+        )
+
+    def step(self):
+        progress, responses = self.generator.next()
+        self.cached.update({p.uid: p.cached_tokens for p in progress})
+        for response in responses:
+            if response.token is not None:
+                self.said.setdefault(response.uid, []).append(response.token)
+            if response.finish_reason is not None:
+                self.ended.add(response.uid)
+
+    def drain(self):
+        while self.generator.has_work:
+            self.step()
+        return self.said
+
+
+class Oracle:
+    """Replaces a random drafter's proposals by what the target will say.
+
+    Every ``wrong_every``-th proposal is an error, so that rounds are cut there too.
+    """
+
+    def __init__(self, drafter, wrong_every=0):
+        self.wrong_every, self.proposed = wrong_every, 0
+        self.run, self.plans, self.seen, self.turn = None, {}, None, 0
+        self.draft = drafter.draft_block
+        drafter.draft_block = drafter.draft_block_greedy = self.propose
+        self.drafter = drafter
+
+    def propose(self, last_bonus, *args, **kwargs):
+        drafted = self.draft(last_bonus, *args, **kwargs)
+        said = self.run.said
+        active = [uid for uid in self.plans if uid not in self.run.ended]
+        if drafted.shape[0] < len(active):  # DFlash drafts row by row
+            now = sum(map(len, said.values()))
+            self.turn = self.turn + 1 if now == self.seen else 0
+            self.seen = now
+            active = active[self.turn : self.turn + 1]
+        rows = [
+            self.next_tokens(self.plans[uid], len(said[uid]), drafted.shape[1])
+            for uid in active
+        ]
+        return mx.array(rows, dtype=drafted.dtype)
+
+    def next_tokens(self, plan, start, count):
+        tokens = (plan[start:] + [0] * count)[:count]
+        for i in range(count):
+            self.proposed += 1
+            if self.wrong_every and self.proposed % self.wrong_every == 0:
+                tokens[i] = (tokens[i] + 1) % 96
+        return tokens
+
+
+def build(module, config):
+    """A random model; wide weights, so that greedy text varies."""
+    mx.random.seed(0)
+    model = module.Model(module.ModelConfig.from_dict(config))
+    model.update(tree_map(lambda w: w * 3 if w.ndim > 1 else w, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def prompt_of(length, seed):
+    return [(7 * i * i + 3 * i + 11 * seed) % 90 + 2 for i in range(length)]
+
+
+def reply_of(model, prompt, count):
+    run = Run(model, None)
+    run.insert([prompt], max_tokens=count)
+    return run.drain()[0]
+
+
+def drafted_run(model, manager, kind, prompts, max_tokens, stop=(), wrong_every=0):
+    """A run whose drafter knows the replies; (run, uids, the replies undrafted)."""
+    module, config = DRAFTERS[kind]
+    oracle = Oracle(build(module, {**config, "block_size": BLOCK}), wrong_every)
+    plans = [reply_of(model, prompt, max(max_tokens)) for prompt in prompts]
+    run = Run(
+        model,
+        manager,
+        stop,
+        draft_model=oracle.drafter,
+        draft_kind=kind,
+        draft_block_size=BLOCK,
+    )
+    uids = run.insert(prompts, max_tokens=max_tokens)
+    oracle.run, oracle.plans = run, dict(zip(uids, plans, strict=True))
+    return run, uids, plans
+
+
+@pytest.fixture(params=list(DRAFTERS))
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def model():
+    return build(qwen3_5_text, HYBRID)
+
+
+@pytest.fixture
+def manager():
+    return APCManager(
+        num_blocks=256, block_size=16, overrides={"checkpoint_entries": 8}
+    )
+
+
+def assert_reply_is_restored(model, manager, prompt, reply):
+    """The next turn reads what is new and the reply's last token, as a cold run does."""
+    asked = prompt + reply + prompt_of(5, 9)
+    run = Run(model, manager)
+    (uid,) = run.insert([asked])
+    run.drain()
+    assert run.cached[uid] == len(prompt) + len(reply) - 1
+    assert run.said[uid] == reply_of(model, asked, 8)
+
+
+@pytest.mark.parametrize("end", range(2, 3 + BLOCK))
+def test_reply_that_ends_at_its_budget(model, manager, kind, end):
+    prompt = prompt_of(40, 1)
+    run, (uid,), (plan,) = drafted_run(model, manager, kind, [prompt], [end])
+    assert run.drain()[uid] == plan
+    assert_reply_is_restored(model, manager, prompt, plan)
+
+
+@pytest.mark.parametrize("end", range(2, 2 + BLOCK))
+def test_reply_that_ends_at_a_stop_token(model, manager, kind, end):
+    # A prompt whose reply has its stop token there for the first time.
+    seed = next(
+        seed
+        for seed in range(100)
+        if (reply := reply_of(model, prompt_of(40, seed), end)).index(reply[-1])
+        == end - 1
+    )
+    prompt = prompt_of(40, seed)
+    stop = reply_of(model, prompt, end)[-1:]
+    run, (uid,), (plan,) = drafted_run(model, manager, kind, [prompt], [30], stop)
+    assert run.drain()[uid] == plan[:end]
+    assert_reply_is_restored(model, manager, prompt, plan[:end])
+
+
+@pytest.mark.parametrize("wrong_every", [0, 3, 7])
+def test_rows_that_end_at_different_times(model, manager, kind, wrong_every):
+    prompts = [prompt_of(40 + seed, seed) for seed in range(3)]
+    budgets = [4, 21, 11]
+    run, uids, plans = drafted_run(
+        model, manager, kind, prompts, budgets, wrong_every=wrong_every
+    )
+    said = run.drain()
+    for uid, prompt, plan, budget in zip(uids, prompts, plans, budgets, strict=True):
+        assert said[uid] == plan[:budget]
+        assert_reply_is_restored(model, manager, prompt, said[uid])
+
+
+@pytest.mark.parametrize("after", [2, 4, 6])
+def test_row_that_is_removed(model, manager, kind, after):
+    prompt = prompt_of(40, 1)
+    run, (uid,), (plan,) = drafted_run(
+        model, manager, kind, [prompt], [40], wrong_every=4
+    )
+    while len(run.said.get(uid, ())) < after:
+        run.step()
+    assert run.generator.remove(uid)
+    reply = run.said[uid]
+    assert reply == plan[: len(reply)]
+    asked = prompt + reply + prompt_of(5, 9)
+    again = Run(model, manager)
+    (uid,) = again.insert([asked])
+    assert again.drain()[uid] == reply_of(model, asked, 8)
+    # The round that was broken off may have gone on behind the reply: then its state is
+    # of no use, or the reply's last token was processed as well.
+    whole = len(prompt) + len(reply)
+    assert again.cached[uid] in (len(prompt) - 1, whole - 1, whole)
