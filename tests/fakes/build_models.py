@@ -51,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         "--joint", action="store_true", help="train a drafter's target along with it"
     )
     parser.add_argument(
+        "--noise",
+        type=float,
+        metavar="LEVEL",
+        help="add noise to a drafter's trained weights (default: as committed)",
+    )
+    parser.add_argument(
         "--chats", type=int, default=4, metavar="N", help="to measure a drafter on"
     )
     parser.add_argument(
@@ -67,10 +73,18 @@ def measure(name: str, options: argparse.Namespace) -> None:
         evaluate(name, options.out)
 
 
+def names_to_do(options: argparse.Namespace) -> list[str]:
+    """Return what the command line names; else all, or all that can be measured."""
+    if options.only or not options.evaluate:
+        return options.only or ALL
+    folders = {n: Path("drafters", n) if n in DRAFTERS else Path(n) for n in ALL}
+    return [name for name in ALL if (options.out / folders[name]).exists()]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Build, or measure, the models and drafters that the command line names."""
     options = _parser().parse_args(argv)
-    for name in options.only or ALL:
+    for name in names_to_do(options):
         if options.evaluate:
             measure(name, options)
         else:

@@ -15,7 +15,7 @@ from .build import report
 from .configs import CONFIGS
 from .drafter_measure import TASKS, mean_acceptance
 from .drafter_training import DraftRecipe, train_drafter
-from .drafters import DRAFTERS, new_drafter, open_drafter, save_drafter
+from .drafters import DRAFTERS, add_noise, new_drafter, open_drafter, save_drafter
 from .rendering import shared_tokenizer
 from .weights import save_model
 
@@ -60,7 +60,12 @@ def build_drafter(name: str, options: argparse.Namespace) -> None:
         workers=options.workers,
         joint=options.joint,
     )
-    done, seconds = train_drafter(target, drafter, spec, recipe, save)
+    done, seconds = 0, 0.0
+    if recipe.steps or recipe.seconds:
+        done, seconds = train_drafter(target, drafter, spec, recipe, save)
+    noise = spec.noise if options.noise is None else options.noise
+    if noise:
+        add_noise(drafter, noise, spec.seed)
     save()
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
     Console().print(f"{name}: {folder} ({size:.2f} MiB, {done} steps, {seconds:.0f} s)")
