@@ -33,6 +33,7 @@ class DraftState(Change):
 
     def apply(self, patcher: Any) -> None:
         from ..core import draft_state as core
+        from ..core.round_features import note_features
 
         def configure(original: Any) -> Any:
             def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +78,7 @@ class DraftState(Change):
         patcher.replace_method(AR, "PromptProcessingBatch.__init__", restore)
         patcher.replace_method(AR, "PromptProcessingBatch.prompt_step", step)
         patcher.replace_method(AR, "PromptProcessingBatch.generate", generate)
-        _apply_to_verification(patcher, core.note_features)
+        _apply_to_verification(patcher, note_features)
 
 
 def _apply_to_verification(patcher: Any, note: Any) -> None:

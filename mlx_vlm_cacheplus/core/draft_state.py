@@ -34,7 +34,6 @@ import mlx.core as mx
 
 from . import segments
 from .draft_priming import DraftPrimer, PrimedRow
-from .drafted_replies import current_batch
 from .segment_cache import Hit
 from .segment_tree import Node
 
@@ -175,15 +174,16 @@ class DraftRow:
 
 
 def view_of(drafter: Any, kind: str | None) -> tuple[DraftView | None, str | None]:
-    """How a drafter is kept, or None and why it is primed again instead."""
+    """How a drafter is kept, or None and why it is not."""
     if drafter is None or kind is None:
         return None, None
     name = type(drafter).__name__
     if kind == "mtp" and not hasattr(drafter, "prefill_from_target_hidden"):
         return None, f"{name} reads the target's own cache and has no state"
-    kinds = [type(leaf) for leaf in segments.leaves(drafter.make_cache())]
+    # A composite is rebuilt by nobody here: each layer's entry is looked at as it is.
+    kinds = [type(entry) for entry in drafter.make_cache()]
     if not kinds or any(kind not in segments.DenseLayer.types for kind in kinds):
-        return None, f"{name} keeps more than keys and values; it is primed again"
+        return None, f"{name} keeps more than keys and values; it reads new tokens only"
     return DraftView(identity_of(drafter, kind), kind in LOOKAHEAD_KINDS), None
 
 
@@ -303,16 +303,6 @@ def _written_row(
     hidden = mx.concatenate(features, axis=-1)[place : place + 1, : accepted + 1]
     primer.family.feed(own, hidden)
     return DraftRow(view, own.cache, 0, tokens)
-
-
-def note_features(features: Sequence[mx.array]) -> None:
-    """Remember the features of the running round, [rows, tokens, features] each.
-
-    Context drafters read them when the next round begins; the row may end before.
-    """
-    batch = current_batch()
-    if batch is not None:
-        batch.verified_features = features
 
 
 @contextlib.contextmanager

@@ -21,18 +21,25 @@ class CacheView:
     Attributes:
         off: why this request cannot use the cache; None when it can.
         whole_states: rows are stored as whole states, restorable at single lengths, and not in blocks.
+        has_companion: a drafter is resumed with the target, where both can be.
     """
 
     manager: Any = None
     off: str | None = None
     whole_states: bool = False
+    has_companion: bool = False
 
     @classmethod
     def of(cls, batch_generator: Any, server_manager: Any) -> CacheView:
         coordinator = getattr(batch_generator, "apc", None)
         if coordinator is None:
             return cls(off=CACHE_OFF if server_manager is None else NOT_RESTORABLE)
-        return cls(coordinator.manager, None, bool(coordinator.is_checkpoint))
+        return cls(
+            coordinator.manager,
+            None,
+            bool(coordinator.is_checkpoint),
+            getattr(coordinator, "companion", None) is not None,
+        )
 
     @property
     def block(self) -> int:

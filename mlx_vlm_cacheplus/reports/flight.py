@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .cache_view import CacheView
+from .drafter_view import DrafterView
 from .history import Ids, Match, Seen, as_ids
 from .record import Shortfall, Source
 
@@ -29,6 +30,7 @@ class Flight:
         meta: stock's prefix-cache notes on the row.
         row: the ledger that output-tokens keeps, or drafted-replies where a draft model writes; None where they are off.
         reply: ids fed after the prompt, where there is no ledger.
+        draft_view: whether the draft model had read the prompt; of draft_model, None where there is none.
         emitted: tokens emitted, where a draft model writes: the newest is not in the ledger, and a round that was
             broken off can have left more there than came out; None elsewhere.
     """
@@ -61,6 +63,7 @@ class Flight:
     draft_model: Any = None
     draft_kind: str | None = None
     draft_before: tuple[Any, ...] | None = None
+    draft_view: DrafterView = field(default_factory=DrafterView)
 
     @classmethod
     def of(cls, request: Any, model: str, endpoint: str | None, manager: Any) -> Flight:

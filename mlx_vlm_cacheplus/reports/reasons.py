@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .cache_view import CacheView
+from .drafter_view import NOT_READ_BY_DRAFTER
 from .history import Match
 from .record import Shortfall
 
@@ -33,6 +34,7 @@ def explain_shortfall(
     cache: CacheView,
     refused: bool,
     media_in_the_way: Callable[[int], str],
+    shorter_for_drafter: Callable[[], bool] = lambda: False,
 ) -> Shortfall | None:
     """None where nothing is short. refused: the lookup of this request met the memory budget."""
     missing = missing_tokens(match.length, restored, prompt, cache)
@@ -53,6 +55,7 @@ def explain_shortfall(
             f"below the minimum of {cache.minimum} tokens",
         ),
         (lambda: bool(media), media),
+        (shorter_for_drafter, NOT_READ_BY_DRAFTER),
         (lambda: refused, NO_MEMORY),
         (
             lambda: match.length > max(earlier.prompt, earlier.committed),

@@ -11,16 +11,30 @@ Finish = Literal["stop", "length", "cancel", "error", "unknown"]
 
 @dataclass(frozen=True)
 class Drafter:
-    """What is known of the draft model. Its state is not stored yet, so `restored` is always False."""
+    """What is known of the draft model.
+
+    Attributes:
+        restored: its part of the restored prefix came from the cache.
+        primed: it had read the whole prompt before its first draft, restored or not.
+        reason: why it was not; or why it was not restored where the target could have been.
+    """
 
     loaded: bool = False
     kind: str | None = None
     restored: bool = False
+    primed: bool = False
     reason: str | None = None
     # As stock counts them: rounds are batch-wide, so they are exact for one request at a time.
     rounds: int | None = None
     drafted: int | None = None
     accepted: int | None = None
+
+    @property
+    def state(self) -> str:
+        """`restored`, `primed` (it read the prompt itself), or `cold`."""
+        if self.restored:
+            return "restored"
+        return "primed" if self.primed else "cold"
 
 
 @dataclass(frozen=True)
@@ -73,8 +87,10 @@ class ReuseRecord:
         ]
         if self.drafter.loaded:
             parts.append(
-                f"drafter={self.drafter.kind or 'loaded'}:{'restored' if self.drafter.restored else 'cold'}"
+                f"drafter={self.drafter.kind or 'loaded'}:{self.drafter.state}"
             )
+            if self.drafter.reason:
+                parts.append(f'drafter_reason="{self.drafter.reason}"')
         if self.reason:
             parts.append(f'not_committed="{self.reason}"')
         if self.shortfall:

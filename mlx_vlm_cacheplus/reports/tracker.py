@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .cache_view import CacheView, media_in_the_way
+from .drafter_view import NOT_READ_BY_DRAFTER, DrafterView, is_shorter_for
 from .flight import Flight
 from .history import Ids, Seen, TokenHistory, as_ids
 from .ledger import Ledger
@@ -22,7 +23,6 @@ from .reasons import explain_shortfall
 from .record import Drafter, Finish, ReuseRecord
 
 logger = logging.getLogger("mlx_vlm.server.cacheplus")
-DRAFT_STATE = "not stored"
 
 
 class Tracker:
@@ -121,6 +121,10 @@ class Tracker:
                 flight.restored = int(prompt_batch._cached_tokens_per_row[index])
                 if flight.restored:
                     flight.source = "disk" if flight.from_disk else "ram"
+                if flight.draft_model is not None:
+                    flight.draft_view = DrafterView.of(
+                        prompt_batch, index, flight.restored
+                    )
                 self._compare(flight, flight.ids)
 
     def _compare(self, flight: Flight, ids: Ids) -> None:
@@ -144,6 +148,9 @@ class Tracker:
             refused=flight.refused,
             media_in_the_way=lambda length: media_in_the_way(
                 generator, ids.tolist(), length, flight.cache.in_blocks
+            ),
+            shorter_for_drafter=lambda: is_shorter_for(
+                flight.cache, ids.tolist(), salt, flight.restored
             ),
         )
 
@@ -288,17 +295,14 @@ def _drafter(flight: Flight) -> Drafter:
     now, before = _draft_counts(flight.draft_model), flight.draft_before
     if now is None:
         return Drafter()
-    if before is None or now[0] <= before[0]:
-        return Drafter(True, flight.draft_kind, False, DRAFT_STATE)
-    rounds, accepted, drafted = (
-        after - earlier for after, earlier in zip(now, before, strict=True)
-    )
-    return Drafter(
-        True,
-        flight.draft_kind,
-        False,
-        DRAFT_STATE,
-        int(rounds),
-        int(drafted),
-        int(round(accepted)),
-    )
+    view, short = flight.draft_view, flight.shortfall
+    reason = view.reason
+    if reason is None and short is not None and short.reason == NOT_READ_BY_DRAFTER:
+        reason = NOT_READ_BY_DRAFTER
+    counts: tuple[int, ...] = ()
+    if before is not None and now[0] > before[0]:
+        rounds, accepted, drafted = (
+            after - earlier for after, earlier in zip(now, before, strict=True)
+        )
+        counts = (int(rounds), int(drafted), int(round(accepted)))
+    return Drafter(True, flight.draft_kind, view.restored, view.primed, reason, *counts)

@@ -169,8 +169,10 @@ def unchunked_proposal(model, kind, prompt):
             ids, hidden, bonus, greedy, ids.dtype, **options
         )
         hidden = hidden[:, -1:]
-    drafter.draft_block(bonus, hidden, cache, BLOCK, greedy, ids.dtype, **options)
-    return drafter.proposed[0]
+    drafted = drafter.draft_block(
+        bonus, hidden, cache, BLOCK, greedy, ids.dtype, **options
+    )
+    return drafted.tolist()[0]
 
 
 @pytest.fixture(params=list(DRAFTERS))
@@ -185,11 +187,9 @@ def model():
 
 def test_proposals_depend_on_the_prompt(model, kind):
     """Otherwise the tests below would show nothing."""
-    first, second = (
-        unchunked_proposal(model, kind, prompt_of(20, seed) + prompt_of(20, 1))
-        for seed in (3, 4)
-    )
-    assert first != second
+    prompts = [prompt_of(20, seed) + prompt_of(20, 1) for seed in range(6)]
+    proposals = [unchunked_proposal(model, kind, prompt) for prompt in prompts]
+    assert any(proposal != proposals[0] for proposal in proposals)
 
 
 @pytest.mark.parametrize("step", [1, 7, 16, 4096])
@@ -205,7 +205,8 @@ def test_rows_of_one_prefill(model, kind, lengths):
     drafter = build_drafter(kind)
     reply_to(model, prompts, drafter, kind, 16)
     wanted = [unchunked_proposal(model, kind, prompt) for prompt in prompts]
-    assert drafter.proposed[: len(prompts)] == wanted
+    # The generator may have taken the rows in another order.
+    assert sorted(drafter.proposed[: len(prompts)]) == sorted(wanted)
 
 
 def test_replies_are_those_without_a_drafter(model, kind):

@@ -189,7 +189,8 @@ def server(request):
 def test_after_a_prompt(server):
     prompt = prompt_of(40, 1)
     server.ask(prompt, max_tokens=1)
-    server.assert_drafts_as_cold(prompt + prompt_of(9, 2), 40)
+    # The last token of a prompt is read with the first of the reply.
+    server.assert_drafts_as_cold(prompt + prompt_of(9, 2), 39)
 
 
 def test_after_replies(server):
@@ -219,10 +220,13 @@ def test_warm_rows_of_one_batch(server):
     warm, cached, proposed = server.ask(*asks)
     assert all(cached)
     server.manager = make_manager()
-    for place, asked in enumerate(asks):
-        (cold,), _, of_cold = server.ask(asked)
-        assert warm[place] == cold
-        assert proposed[place] == of_cold[0]
+    of_cold = []
+    for reply, asked in zip(warm, asks, strict=True):
+        (cold,), _, rounds = server.ask(asked)
+        assert reply == cold
+        of_cold += rounds
+    # Warm rows of a recurrent target go one by one, in whichever order.
+    assert sorted(proposed) == sorted(of_cold)
 
 
 def test_what_was_read_without_a_drafter_is_read_again_once(server):
@@ -232,7 +236,7 @@ def test_what_was_read_without_a_drafter_is_read_again_once(server):
     asked = prompt + reply + prompt_of(5, 9)
     server.drafter = drafter
     server.assert_drafts_as_cold(asked, 0)
-    server.assert_drafts_as_cold(asked + prompt_of(4, 8), len(asked))
+    server.assert_drafts_as_cold(asked + prompt_of(4, 8), len(asked) - 1)
 
 
 def test_another_drafter_does_not_take_the_first_one_s_part(server):

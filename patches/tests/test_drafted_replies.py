@@ -145,12 +145,18 @@ class Oracle:
     def __init__(self, drafter, wrong_every=0):
         self.wrong_every, self.proposed = wrong_every, 0
         self.run, self.plans, self.seen, self.turn = None, {}, None, 0
-        self.draft = drafter.draft_block
-        drafter.draft_block = drafter.draft_block_greedy = self.propose
+        base = type(drafter)
+
+        def propose(drafter, *args, **kwargs):
+            return self.correct(base.draft_block(drafter, *args, **kwargs))
+
+        # On the class: a batch may draft with a copy.
+        names = ("draft_block", "draft_block_greedy")
+        drafter.__class__ = type("Oracled", (base,), dict.fromkeys(names, propose))
         self.drafter = drafter
 
-    def propose(self, last_bonus, *args, **kwargs):
-        drafted = self.draft(last_bonus, *args, **kwargs)
+    def correct(self, drafted):
+        """What is proposed in the place of a drafter's own tokens."""
         said = self.run.said
         active = [uid for uid in self.plans if uid not in self.run.ended]
         if drafted.shape[0] < len(active):  # DFlash drafts row by row

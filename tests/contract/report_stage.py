@@ -54,8 +54,8 @@ class Stage:
         hit = lambda *a: change(self.manager.stats) if change else None  # noqa: E731
         self.seams.look_up(hit, self.batch_generator, ((uid,),), {})
 
-    def prefill(self, *rows: tuple[int, int], salt: int = 0) -> Any:
-        """rows: (uid, restored)."""
+    def prefill(self, *rows: tuple[int, int], salt: int = 0, **attributes: Any) -> Any:
+        """rows: (uid, restored). attributes: further ones of the prompt batch."""
         flights = self.tracker.flights
         batch = type("PromptProcessingBatch", (), {})()
         batch.uids = [uid for uid, _ in rows]
@@ -64,6 +64,7 @@ class Stage:
         batch._apc_meta = [{"extra_hash": salt} for _ in rows]
         batch._right_pad_per_row, batch._left_padding_per_row = None, [0] * len(rows)
         batch._processed_prompt_columns = 0
+        vars(batch).update(attributes)
         self.seams.open_prompt_batch(lambda *a: None, batch, (), {})
         return batch
 
@@ -115,7 +116,8 @@ class Stage:
         self.queue(uid, ids, kw.pop("tenant", None))
         self.look_up(uid, kw.pop("lookup", None))
         batch = self.decode(
-            self.prefill((uid, restored), salt=salt), kw.pop("ledgers", True)
+            self.prefill((uid, restored), salt=salt, **kw.pop("prompt_batch", {})),
+            kw.pop("ledgers", True),
         )
         for token in reply:
             self.step(batch, token)

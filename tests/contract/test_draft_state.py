@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_vlm.models.cache import KVCache, RotatingKVCache
+from mlx_vlm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from mlx_vlm_cacheplus.core.draft_priming import PrimedRow
 from mlx_vlm_cacheplus.core.draft_state import DraftRow, DraftView, view_of
@@ -158,9 +158,13 @@ class Drafter:
         raise AssertionError
 
 
-def test_what_cannot_be_cut_is_primed_again_and_says_so():
-    view, reason = view_of(Drafter(RotatingKVCache(8)), "mtp")
-    assert view is None and "primed again" in reason
+@pytest.mark.parametrize("entry", [RotatingKVCache(8), CacheList(KVCache(), KVCache())])
+def test_what_cannot_be_cut_is_not_kept_and_says_so(entry):
+    view, reason = view_of(Drafter(entry), "mtp")
+    assert view is None and "keeps more than keys and values" in reason
+
+
+def test_a_drafter_of_keys_and_values_is_kept():
     view, reason = view_of(Drafter(KVCache()), "mtp")
     assert view.lookahead and reason is None
     assert view_of(Drafter(KVCache()), "dflash")[0].lookahead is False

@@ -122,7 +122,15 @@ def test_the_line_is_key_value_and_free_text_is_quoted():
         'finish=stop not_committed="no room" short=12 because="budget: dropped"'
     )
     assert "restored=0 prefilled" in record(restored=0, source="none").line()
-    assert "drafter=mtp:cold" in record(drafter=Drafter(True, "mtp")).line()
+    cold = Drafter(True, "mtp", reason="draft-state is off")
+    line = record(drafter=cold).line()
+    assert 'drafter=mtp:cold drafter_reason="draft-state is off"' in line
+    for drafter, state in [
+        (Drafter(True, "mtp", primed=True), "primed"),
+        (Drafter(True, "mtp", restored=True, primed=True), "restored"),
+    ]:
+        assert f"drafter=mtp:{state}" in record(drafter=drafter).line()
+        assert "drafter_reason" not in record(drafter=drafter).line()
 
 
 def test_totals_are_the_sums_and_the_ratio_is_prefilled_over_new():

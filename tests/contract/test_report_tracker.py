@@ -11,9 +11,9 @@ import pytest
 
 from mlx_vlm_cacheplus.reports import reasons
 from mlx_vlm_cacheplus.reports.cache_view import MEDIA_BEFORE, MEDIA_FOLLOWS
+from mlx_vlm_cacheplus.reports.drafter_view import NOT_READ_BY_DRAFTER, PRIMING_OFF
 from mlx_vlm_cacheplus.reports.flight import NOT_READ, ONLY_PROMPT, ONLY_PROMPT_DRAFT
 from mlx_vlm_cacheplus.reports.seams import ROW_FAILED
-from mlx_vlm_cacheplus.reports.tracker import DRAFT_STATE
 
 from .report_stage import STOP, Stage
 
@@ -224,9 +224,84 @@ def test_with_a_draft_model_tokens_come_in_rounds():
     assert (out["committed"], out["reason"]) == (4, ONLY_PROMPT_DRAFT)
     drafter = out["drafter"]
     assert (drafter["loaded"], drafter["kind"]) == (True, "mtp")
-    assert (drafter["restored"], drafter["reason"]) == (False, DRAFT_STATE)
+    assert (drafter["restored"], drafter["reason"]) == (False, PRIMING_OFF)
     counts = (drafter["rounds"], drafter["drafted"], drafter["accepted"])
     assert counts == (1, 3, 2)
+
+
+def drafted_row(
+    restored: int, *, whole: bool | None, reason: str | None = None, **coordinator: Any
+) -> dict[str, Any]:
+    """The drafter of one record. whole: of its primed row; None where the drafter is not primed."""
+    stage = Stage(draft=Drafter())
+    stage.queue(0, [1, 2, 3, 4])
+    batch = stage.prefill(
+        (0, restored),
+        _speculative_prefill=(
+            None
+            if whole is None
+            else SimpleNamespace(rows=[SimpleNamespace(whole=whole)])
+        ),
+        draft_reason=reason,
+        _apc_coordinator=SimpleNamespace(**coordinator),
+    )
+    stage.decode(batch, ledgers=False)
+    reply = SimpleNamespace(uid=0, token=STOP, finish_reason="stop")
+    stage.seams.speculative_next(lambda _: [reply])(batch)
+    out: dict[str, Any] = stage.last()["drafter"]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("row", "restored", "primed", "reason"),
+    [
+        ({"restored": 0, "whole": True}, False, True, None),
+        ({"restored": 3, "whole": True, "companion": object()}, True, True, None),
+        ({"restored": 3, "whole": False}, False, False, "draft-state is off"),
+        (
+            {
+                "restored": 3,
+                "whole": False,
+                "companion": None,
+                "companion_reason": "windows",
+            },
+            False,
+            False,
+            "windows",
+        ),
+        (
+            {"restored": 3, "whole": False, "companion": object()},
+            False,
+            False,
+            "its state could not be restored; the server's log says why",
+        ),
+        (
+            {"restored": 0, "whole": None, "reason": "no forward pass"},
+            False,
+            False,
+            "no forward pass",
+        ),
+    ],
+)
+def test_what_the_drafter_had_read(row, restored, primed, reason):
+    out = drafted_row(**row)
+    assert (out["restored"], out["primed"]) == (restored, primed)
+    assert out["reason"] == reason
+
+
+@pytest.mark.parametrize(("known", "short"), [(5, False), (9, True)])
+def test_a_prefix_that_is_shorter_for_the_drafter(known, short):
+    stage = Stage(block=1, draft=Drafter())
+    stage.batch_generator.apc.companion = object()
+    stage.manager.segments = SimpleNamespace(peek=lambda ids, salt: known)
+    stage.run(0, list(range(1, 10)), [STOP])
+    ids = [*range(1, 10), 77]
+    primer = SimpleNamespace(rows=[SimpleNamespace(whole=True)])
+    primed = {"_speculative_prefill": primer}
+    out = stage.run(1, ids, [STOP], restored=4, prompt_batch=primed)
+    assert out["shortfall"]["tokens"] == 5
+    assert (out["shortfall"]["reason"] == NOT_READ_BY_DRAFTER) == short
+    assert (out["drafter"]["reason"] == NOT_READ_BY_DRAFTER) == short
 
 
 class DraftedStage:

@@ -5,7 +5,10 @@ from tools.patch_tree import AnyEdit, Edit, after, before
 AR = "mlx_vlm/generate/ar.py"
 DFLASH = "mlx_vlm/speculative/dflash.py"
 
-CORE = {"mlx_vlm_cacheplus/core/draft_state.py": "mlx_vlm/draft_state.py"}
+CORE = {
+    "mlx_vlm_cacheplus/core/draft_state.py": "mlx_vlm/draft_state.py",
+    "mlx_vlm_cacheplus/core/round_features.py": "mlx_vlm/speculative/round_features.py",
+}
 
 EDITS: list[AnyEdit] = [
     before(AR, "from .. import apc as _apc\n", "from .. import draft_state\n"),
@@ -53,7 +56,7 @@ EDITS: list[AnyEdit] = [
     before(
         DFLASH,
         "from .common import (",
-        "from ..draft_state import note_features\n",
+        "from .round_features import note_features\n",
     ),
     before(
         DFLASH,
