@@ -159,6 +159,47 @@ def drafted_replies() -> None:
                 )
 
 
+def draft_priming() -> None:
+    """Rows whose first proposal is that of a drafter that read the whole prompt at once."""
+    import test_draft_priming as t
+
+    for kind in t.DRAFTERS:
+        for lengths in ((40,), (11, 40, 23)):
+            model = t.model.__wrapped__()
+            prompts = [t.prompt_of(n, seed) for seed, n in enumerate(lengths)]
+            drafter = t.build_drafter(kind)
+            t.reply_to(model, prompts, drafter, kind, 16)
+            found = drafter.proposed[: len(prompts)]
+            wanted = [t.unchunked_proposal(model, kind, prompt) for prompt in prompts]
+            same = sum(row in found for row in wanted)
+            print(f"{kind}, prompts {list(lengths)}: {same} of {len(lengths)}")
+
+
+def draft_state() -> None:
+    """What a prompt restores, and whether its first proposal is that of a drafter that read it all."""
+    import test_draft_priming as priming
+    import test_draft_state as t
+
+    for kind in t.DRAFTERS:
+        for label in ("next turn", "third prompt that leaves at 30"):
+            server = t.Server(kind)
+            if label == "next turn":
+                asked = t.prompt_of(40, 1)
+                (reply,), _, _ = server.ask(asked)
+                asked = asked + reply + t.prompt_of(5, 9)
+            else:
+                shared = t.prompt_of(30, 1)
+                for seed in (2, 3):
+                    server.ask([*shared, seed, *t.prompt_of(12, seed)], max_tokens=2)
+                asked = [*shared, 4, *t.prompt_of(12, 4)]
+            _, cached, proposed = server.ask(asked)
+            wanted = priming.unchunked_proposal(server.model, kind, asked)
+            same = "as one" if proposed[0] == wanted else "NOT as one"
+            print(
+                f"{kind}, {label}: prompt {len(asked)}, restored {cached[0]}, proposes {same} that read it all"
+            )
+
+
 def _conversations(t: Any, model: Any, rows: int) -> list[tuple[str, list, list]]:
     """What is asked of a tree: a name, the prompts before, and the prompts measured."""
     seeds = range(1, rows + 1)
@@ -206,6 +247,8 @@ def main() -> int:
         output_tokens,
         segment_tree,
         drafted_replies,
+        draft_priming,
+        draft_state,
     ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
         figures()
