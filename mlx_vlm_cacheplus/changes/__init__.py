@@ -17,6 +17,7 @@ ORDER: tuple[str, ...] = (
     "reply-ids",
     "volatile-lines",
     "segment-tree",
+    "undrafted-requests",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )
