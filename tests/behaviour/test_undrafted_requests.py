@@ -148,8 +148,7 @@ def test_where_grammars_cannot_run_the_drafter_is_not_the_reason(
     assert outcome(drafted()) == want
 
 
-@pytest.mark.parametrize("model", ["dense", "hybrid"])
-def test_caches_are_those_without_a_drafter(drafted, make_server, monkeypatch, model):
+def test_caches_are_those_without_a_drafter(drafted, make_server, monkeypatch):
     """One row has plain caches, cold and warm."""
     ar = importlib.import_module("mlx_vlm.generate.ar")
     batch, found = ar.PromptProcessingBatch, []
@@ -160,7 +159,7 @@ def test_caches_are_those_without_a_drafter(drafted, make_server, monkeypatch, m
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(batch, "generate", noted)
-    for server in (make_server(model, **SETTINGS), drafted(model)):
+    for server in (make_server("hybrid", **SETTINGS), drafted()):
         for messages in (ASK, [*ASK, user("again")]):
             reply = server.chat(**asking("repetition", messages, 4))
         assert reply.cached_tokens > 0
