@@ -118,6 +118,10 @@ class Tracker:
             if flight is not None and flight.ids is not None:
                 flight.meta = metas[index] if index < len(metas) else None
                 flight.prompt_batch = weakref.ref(prompt_batch)
+                # None where the request is decoded without the draft model that is loaded.
+                flight.draft_model = getattr(
+                    prompt_batch, "draft_model", flight.draft_model
+                )
                 flight.restored = int(prompt_batch._cached_tokens_per_row[index])
                 if flight.restored:
                     flight.source = "disk" if flight.from_disk else "ram"

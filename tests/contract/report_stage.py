@@ -54,7 +54,7 @@ class Stage:
         hit = lambda *a: change(self.manager.stats) if change else None  # noqa: E731
         self.seams.look_up(hit, self.batch_generator, ((uid,),), {})
 
-    def prefill(self, *rows: tuple[int, int], salt: int = 0) -> Any:
+    def prefill(self, *rows: tuple[int, int], salt: int = 0, **fields: Any) -> Any:
         """rows: (uid, restored)."""
         flights = self.tracker.flights
         batch = type("PromptProcessingBatch", (), {})()
@@ -64,6 +64,7 @@ class Stage:
         batch._apc_meta = [{"extra_hash": salt} for _ in rows]
         batch._right_pad_per_row, batch._left_padding_per_row = None, [0] * len(rows)
         batch._processed_prompt_columns = 0
+        vars(batch).update(fields)
         self.seams.open_prompt_batch(lambda *a: None, batch, (), {})
         return batch
 
