@@ -184,9 +184,9 @@ class Switch(Watch):
 
     def _plant(self, request: dict[str, Any]) -> None:
         side, share = self.planted
-        if side == self.side and request["times"]:
+        if side == self.side and request["began"]:
             now = time.perf_counter()
-            until = now + share * (now - request["times"][-1])
+            until = now + share * (now - request["began"][-1][0])
             while time.perf_counter() < until:
                 pass
 
