@@ -225,6 +225,35 @@ def _conversations(t: Any, model: Any, rows: int) -> list[tuple[str, list, list]
     ]
 
 
+def undrafted_requests() -> None:
+    """Tokens and log-probabilities with a draft model that equal those without it."""
+    import test_undrafted_requests as t
+
+    patch = t.pytest.MonkeyPatch()
+    model = t.build_model(*t.MODELS["hybrid"])
+    drafter = t.build_drafter()
+    for rows in (1, 3):
+        prompts = [t.prompt_of(20 + 7 * seed, seed) for seed in range(rows)]
+        plain, generator = t.make_generator(model), t.make_generator(model, drafter)
+        for made in (plain, generator):
+            t.insert(made, model, prompts, [[t.never_twice]] * rows)
+        pairs = zip(t.run(plain)[0].values(), t.run(generator)[0].values(), strict=True)
+        tokens = [sum(map(int.__eq__, a, b)) for a, b in pairs]
+        plain = t.make_generator(model, compute_logprobs=True, top_logprobs_k=t.TOP_K)
+        generator = t.make_generator(model, drafter)
+        want, got = (
+            t.serve(
+                patch, made, own, dict.fromkeys(t.insert(made, model, prompts), True)
+            )
+            for made, own in ((plain, None), (generator, drafter))
+        )
+        logprobs = [sum(map(tuple.__eq__, want[uid], got[uid])) for uid in want]
+        print(
+            f"{rows} rows: penalty, {tokens} of 8 tokens; log-probabilities, {logprobs} of 8"
+        )
+    patch.undo()
+
+
 def _one_row(t: Any, model: Any, prompt: list[int], manager: Any) -> tuple[list, int]:
     generator = t.make_generator(model, manager)
     (uid,) = t.insert(generator, model, [prompt])
@@ -249,6 +278,7 @@ def main() -> int:
         drafted_replies,
         draft_priming,
         draft_state,
+        undrafted_requests,
     ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
         figures()

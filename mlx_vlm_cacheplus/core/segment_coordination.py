@@ -68,9 +68,10 @@ def lookup(
 
     try:
         _remember_divergence(coordinator, token_ids, extra_hash)
-        hit = manager.segments.find(
-            token_ids, extra_hash, usable, getattr(coordinator, "companion", None)
-        )
+        # A row that is decoded without the drafter is served from the target's part.
+        alone = getattr(coordinator, "plain_rows", True)
+        companion = None if alone else getattr(coordinator, "companion", None)
+        hit = manager.segments.find(token_ids, extra_hash, usable, companion)
     except Exception as error:
         logger.warning("No prefix looked up: %s", error, exc_info=True)
         hit = None

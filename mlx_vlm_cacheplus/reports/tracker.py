@@ -118,6 +118,9 @@ class Tracker:
             if flight is not None and flight.ids is not None:
                 flight.meta = metas[index] if index < len(metas) else None
                 flight.prompt_batch = weakref.ref(prompt_batch)
+                # The batch may draft with a copy; counts are those of the one that is loaded.
+                if getattr(prompt_batch, "draft_model", flight.draft_model) is None:
+                    flight.draft_model = None
                 flight.restored = int(prompt_batch._cached_tokens_per_row[index])
                 if flight.restored:
                     flight.source = "disk" if flight.from_disk else "ram"

@@ -61,12 +61,16 @@ class Sides(Session):
 
     def free(self, number: int, **more: Any) -> dict[str, Any]:
         """A free greedy reply to a last message of this number."""
+        messages = self.numbered(number)
+        body = {"temperature": 0, "max_tokens": self.options.pair_tokens, **more}
+        return self.timed(messages, **body)
+
+    def numbered(self, number: int) -> list[dict[str, str]]:
+        """The pairs' prompt with a last message of its own."""
         turn = self.options.pair_turns[self.options.now]
         said = self.plan.replies[: turn - 1]
         *before, last = self.plan.messages("p", said)
-        messages = [*before, {**last, "content": f"{number:05d} {last['content']}"}]
-        body = {"temperature": 0, "max_tokens": self.options.pair_tokens, **more}
-        return self.timed(messages, **body)
+        return [*before, {**last, "content": f"{number:05d} {last['content']}"}]
 
     def ask(
         self, base: str, messages: list[dict[str, str]], **body: Any

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.gpu_server import RANDOM
+from tests.bench.gpu_server import CHAIN, RANDOM
 from tests.fakes.models import model_dir
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,6 +56,38 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+GEMMA = {
+    "hidden_size": 4096,
+    "vocab_size": 32768,
+    "text_config": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "global_head_dim": 128,
+        "vocab_size": 32768,
+        "vocab_size_per_layer_input": 32768,
+        "layer_types": ["full_attention"] * 32,
+    },
+}
+# Target, its bundled model, what differs from that; then the drafter's own settings.
+DRAFTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma7b": (
+        "dense",
+        GEMMA,
+        {
+            "model_type": "eagle3",
+            "norm_before_residual": True,
+            "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
+        },
+    ),
+    "hybrid4b": ("hybrid", SHAPES["hybrid4b"][1], {"model_type": "qwen3_5_mtp"}),
+}
+# Settings that an EAGLE3 drafter's layer has from its target.
+LAYER = {"hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"}
+LAYER |= {"num_key_value_heads", "head_dim", "rms_norm_eps"}
 WORDS = "amber fox yak sun river stone lamp north cedar quill mint harbor".split()
 
 
@@ -74,6 +106,41 @@ def make_model(shape: str, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     (folder / RANDOM).touch()
     return folder
+
+
+def make_drafted(
+    shape: str, folder: Path, chain: dict[str, Any], small: bool
+) -> tuple[Path, Path]:
+    """Folders of a target that says the chain, and of its drafter; ``small``: tiny ones."""
+    bundled, changes, settings = DRAFTED[shape]
+    source = model_dir(bundled)
+    target, drafter = folder / "target", folder / "drafter"
+    target.mkdir(parents=True)
+    drafter.mkdir()
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja") and file.name != "config.json":
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if not small:
+        text = {**config.get("text_config", {}), **changes.get("text_config", {})}
+        config |= {**changes, "text_config": text} if text else changes
+    text = config.get("text_config") or config
+    if settings["model_type"] == "eagle3":
+        layer = {key: text[key] for key in sorted(LAYER)}
+        layers = (
+            settings["eagle_aux_hidden_state_layer_ids"] if not small else [1, 2, 3]
+        )
+        settings = {**settings, "eagle_aux_hidden_state_layer_ids": layers}
+        settings |= {"transformer_layer_config": {**layer, "num_hidden_layers": 1}}
+        settings |= {"draft_vocab_size": text["vocab_size"], "block_size": 4}
+    else:
+        settings = {**settings, "text_config": {**text, "mtp_num_hidden_layers": 1}}
+        settings |= {"tie_word_embeddings": True, "block_size": 4}
+    for place, content in ((target, config), (drafter, settings)):
+        (place / "config.json").write_text(json.dumps(content), encoding="utf-8")
+        (place / RANDOM).touch()
+    (target / CHAIN).write_text(json.dumps(chain), encoding="utf-8")
+    return target, drafter
 
 
 @dataclass

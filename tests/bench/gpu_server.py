@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 RANDOM = "random.safetensors"
+CHAIN = "chain.json"  # beside it: a target that says a known reply, see gpu_chain
 SCRIPT = "bench_reply"
 # Seams of a request's way to its first token: module, owner, name.
 SEAMS = (
@@ -50,7 +51,12 @@ def random_weights(folder: Path) -> dict[str, Any]:
     model_class, _ = utils.get_model_and_args(config=config, model_path=folder)
     for part in ("text_config", "vision_config", "audio_config"):
         config.setdefault(part, {})
-    built = model_class.Model(model_class.ModelConfig.from_dict(config))
+    parts = ["text", "vision", "perceiver", "projector", "audio"]
+    built = model_class.Model(
+        utils.update_module_configs(
+            model_class.ModelConfig.from_dict(config), model_class, config, parts
+        )
+    )
     mx.random.seed(7)
     weights = {}
     for name, value in tree_flatten(built.parameters()):
@@ -60,6 +66,11 @@ def random_weights(folder: Path) -> dict[str, Any]:
                 fan_in *= size
             value = mx.random.normal(value.shape, dtype=mx.bfloat16) * fan_in**-0.5
         weights[name] = value.astype(mx.bfloat16)
+    if (folder / CHAIN).exists():
+        from tests.bench.gpu_chain import quieten
+
+        text = config.get("text_config") or {}
+        quieten(weights, text.get("hidden_size") or config["hidden_size"])
     return weights
 
 

@@ -15,6 +15,10 @@ server that was started with ``APC_ENABLED=0``.
 What is observed (see ``gpu_server``) hangs on seams that no change targets, or is taken
 off for the switch; it costs every side the same.
 
+*With a draft model* a side's name ends with ``DRAFTER`` where it drafts; the others have
+none in their generator, as in a server that was started without.  A model folder with a
+``chain.json`` gets a head and a drafter that agree on replies (see ``gpu_chain``).
+
 ``GET /bench/place?mode=alone`` puts the generation thread on a core of its own, whose
 siblings stay idle; ``free`` lets all threads use all of the server's cores.
 """
@@ -33,13 +37,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench import gpu_server
+from tests.bench import gpu_chain, gpu_server
 from tests.bench.gpu_cores import siblings
 from tests.bench.gpu_server import Watch
+from tests.bench.gpu_turns import Turns, turn_times
 
 OFF, STOCK, PLUS = "no cache", "stock 40 GB", "plus 40 GB"
 # Again stock without a cache, by the same way as a switch to plus: what a switch costs.
 SHAM = "sham"
+DRAFTER = " + drafter"
 RAM = {
     "APC_ENABLED": "1",
     "APC_DISK_ENABLED": "0",
@@ -82,8 +88,11 @@ class Switch(Watch):
         self.generator: Any = None
         self.thread = 0
         self.job: Job | None = None
-        self.storage: dict[str, tuple[Any, Any]] = {OFF: (None, None)}
-        self.storage[SHAM] = (None, None)
+        self.drafter: tuple[Any, Any] = (None, None)
+        self.turns = Turns()
+        self.storage: dict[str, tuple[Any, Any]] = {}
+        for side in (OFF, OFF + DRAFTER, SHAM):
+            self.storage[side] = (None, None)
         self.seams: list[tuple[Any, str, Any]] = []
         self.originals: list[tuple[Any, str, Any]] = []
         # A planted slow-down of one side, to see that the benchmark finds it.
@@ -128,6 +137,8 @@ class Switch(Watch):
         def collect_pending_requests(generator: Any, **kwargs: Any) -> Any:
             if self.generator is not generator:
                 self.generator, self.thread = generator, threading.get_native_id()
+                self.drafter = (generator.draft_model, generator.draft_kind)
+                gpu_chain.install(generator, Path(generator.model_path))
             if not kwargs["active"] and self.job is not None:
                 job, self.job = self.job, None
                 job.run()
@@ -137,6 +148,9 @@ class Switch(Watch):
                 self.requests.append(
                     {
                         "side": self.side,
+                        "most": int(request.args.max_tokens or 0),
+                        "drafted": self._drafted(),
+                        "began": [],
                         "arrived": getattr(request.args, "bench_arrived", 0.0),
                         "admitted": time.perf_counter(),
                         "prompt": ids.reshape(-1).tolist(),
@@ -162,22 +176,28 @@ class Switch(Watch):
                 request["cpu"].append(time.thread_time())
                 request["cores"].append(_core())
                 request["usage"].append(resource.getrusage(resource.RUSAGE_THREAD))
+                said = len(request["times"])
+                request["began"].append(self.turns.after(said, request["most"]))
             return original(uid, info, **kwargs)
 
         return log_decode_progress
 
     def _plant(self, request: dict[str, Any]) -> None:
         side, share = self.planted
-        if side == self.side and request["times"]:
+        if side == self.side and request["began"]:
             now = time.perf_counter()
-            until = now + share * (now - request["times"][-1])
+            until = now + share * (now - request["began"][-1][0])
             while time.perf_counter() < until:
                 pass
 
     def take(self) -> list[dict[str, Any]]:
         """Everything since the last call; per request what the thread itself did."""
         out = super().take()
-        for request in out:
+        counts = [request["drafted"] for request in out] + [self._drafted()]
+        for request, before, after in zip(out, counts, counts[1:], strict=False):
+            request["drafted"] = [b - a for a, b in zip(before, after, strict=True)]
+            request["turns"] = turn_times(request)
+            del request["began"]
             cpu, cores = request.pop("cpu"), request.pop("cores")
             usage = request.pop("usage")
             tokens = max(1, len(cpu) - 1)
@@ -191,6 +211,12 @@ class Switch(Watch):
                     "evicted": (last.ru_nivcsw - first.ru_nivcsw) / tokens,
                 }
         return out
+
+    def _drafted(self) -> list[int]:
+        """Rounds, accepted and drafted tokens of the drafter so far."""
+        names = ("rounds", "accepted", "drafted")
+        drafter = self.drafter[0]
+        return [int(getattr(drafter, f"speculative_total_{n}", 0)) for n in names]
 
     # -- the switch --------------------------------------------------------------
     def _in_generation_thread(self, work: Callable[[], Any]) -> Any:
@@ -217,14 +243,20 @@ class Switch(Watch):
 
         self._leave_seams()
         mlx_vlm_cacheplus.deactivate()
+        # The app builds its middleware again, with or without the plugin's.
+        app = importlib.import_module("mlx_vlm.server.app").app
+        app.middleware_stack = None
         for holder, name, original in self.originals:
             if vars(holder).get(name, original) is not original:
                 raise RuntimeError(f"{holder}.{name} is not stock's")
         for name in [name for name in os.environ if name.startswith("APC_")]:
             del os.environ[name]
-        os.environ.update(RAM if side in (STOCK, PLUS) else {"APC_ENABLED": "0"})
+        cache = side.removesuffix(DRAFTER)
+        os.environ.update(RAM if cache in (STOCK, PLUS) else {"APC_ENABLED": "0"})
+        drafter = self.drafter if side != cache else (None, None)
+        self.generator.draft_model, self.generator.draft_kind = drafter
         applied: tuple[str, ...] = ()
-        if side == PLUS:
+        if cache == PLUS:
             report = self._activate()
             wrong = [f.line() for f in report.findings if f.state.value != "applied"]
             if wrong:
@@ -294,7 +326,8 @@ def main(words: list[str]) -> None:
     # The client of this module forbade the plugin; here it comes and goes.
     os.environ.pop("MLX_VLM_CACHEPLUS", None)
     watch = Switch()
-    gpu_server.serve(words, watch, {"switch": watch.switch, "place": watch.place})
+    routes = {"switch": watch.switch, "place": watch.place, "sit": watch.turns.sit}
+    gpu_server.serve(words, watch, routes)
 
 
 if __name__ == "__main__":

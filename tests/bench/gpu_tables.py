@@ -64,7 +64,7 @@ def as_json(rows: Rows, options: dict[str, Any]) -> str:
     kept = {
         key: value for key, value in options.items() if key not in ("json", "folder")
     }
-    parts = [f' "options": {json.dumps(kept)}']
+    parts = [f' "options": {json.dumps(kept, default=str)}']
     for name, items in rows.items():
         lines = ",\n".join("  " + json.dumps(short(item)) for item in items)
         parts.append(f' "{name}": [\n{lines}\n ]')

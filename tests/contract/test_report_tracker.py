@@ -207,7 +207,8 @@ def test_with_a_draft_model_tokens_come_in_rounds():
     draft = Drafter()
     stage = Stage(draft=draft)
     stage.queue(0, [1, 2, 3, 4])
-    batch = stage.decode(stage.prefill((0, 0)), ledgers=False)
+    a_copy = Drafter()
+    batch = stage.decode(stage.prefill((0, 0), draft_model=a_copy), ledgers=False)
     rounds = [[(7, None)], [(8, None), (9, None), (STOP, "stop")]]
 
     def emit(tokens: list[tuple[int, str | None]]) -> Any:
@@ -386,6 +387,19 @@ def test_a_drafted_row_that_was_forgotten_says_why():
     out = drafted.stage.last()
     assert (out["finish"], out["generated"], out["committed"]) == ("error", 2, 0)
     assert out["reason"] == "an error broke the round off"
+
+
+def test_a_request_that_is_decoded_without_the_draft_model_has_none():
+    draft = Drafter()
+    stage = Stage(draft=draft)
+    stage.queue(0, [1, 2, 3, 4])
+    batch = stage.decode(stage.prefill((0, 0), draft_model=None), ledgers=False)
+    draft.speculative_total_rounds += 1  # for others, while this one waited
+    stage.step(batch, STOP)
+    stage.filter(batch, [])
+    out = stage.last()
+    assert out["drafter"]["loaded"] is False and out["drafter"]["rounds"] is None
+    assert out["reason"] == ONLY_PROMPT
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,23 @@ class Proposals:
 
 
 def _proposing(base: type, rounds: list[list[list[int]]]) -> type:
-    def recorded(method: Any) -> Any:
+    running: list[str] = []
+
+    def recorded(name: str) -> Any:
+        method = getattr(base, name)
+
         def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
-            tokens = method(self, *args, **kwargs)
-            rounds.append(tokens.tolist())
+            running.append(name)
+            try:
+                tokens = method(self, *args, **kwargs)
+            finally:
+                running.pop()
+            # One that calls the other would be recorded twice.
+            if not running:
+                rounds.append(tokens.tolist())
             return tokens
 
         return propose
 
     names = [n for n in ("draft_block", "draft_block_greedy") if hasattr(base, n)]
-    # One that calls the other would be recorded twice.
-    name = names[-1]
-    return type("Proposing", (base,), {name: recorded(getattr(base, name))})
+    return type("Proposing", (base,), {name: recorded(name) for name in names})

@@ -15,7 +15,7 @@ What a test has
         greedy (temperature 0) unless said otherwise; ``body`` goes into the request.
         script: the *puppet*: ids (or text) that the reply will be, then the stop token
         (then="stop") or free choice (then="free").  With a draft model only the first
-        token can be scripted (stock applies processors to no other).
+        token can be scripted on stock (it applies processors to no other).
     server.cancel(messages, after=k, endpoint="chat")  streams, hangs up once k tokens were emitted, and
         returns the Reply so far, when the server has dropped the row.
     server.together([dict(messages=...), ...])   sent at once and admitted together: one
