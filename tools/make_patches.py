@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.patch_lint import lint  # noqa: E402
+from tools.patch_lint import lint, read_series  # noqa: E402
 from tools.patch_series import (  # noqa: E402
     FOLDER,
     VERSION,
@@ -73,12 +75,7 @@ def write_tree(steps: list[Step], stock: Path, target: Path, upto: str | None) -
     if upto is not None and upto not in names:
         raise PatchProblem(f"no patch {upto}: one of {', '.join(names)}")
     chosen = names if upto is None else names[: names.index(upto) + 1]
-    package = target / "mlx_vlm"
-    if package.exists():
-        if not (package / MARK).is_file():
-            raise PatchProblem(f"{package} exists and is none of ours: remove it")
-        shutil.rmtree(package)
-    shutil.copytree(stock, package, ignore=shutil.ignore_patterns("__pycache__"))
+    package = _copy_of(stock, target)
     for step in steps[: len(chosen)]:
         for path, text in step.after.items():
             place = target / path
@@ -87,6 +84,36 @@ def write_tree(steps: list[Step], stock: Path, target: Path, upto: str | None) -
         for path in step.removed:
             (target / path).unlink()
     (package / MARK).write_text("\n".join(chosen) + "\n", encoding="utf-8")
+    return package
+
+
+def apply_series(stock: Path, target: Path, upto: str | None) -> Path:
+    """Write a copy of the stock with the patch files up to a change; return its folder."""
+    names = [name.removesuffix(".patch") for name in read_series(FOLDER)]
+    if upto is not None and upto not in names:
+        raise PatchProblem(f"no patch {upto}: one of {', '.join(names)}")
+    chosen = names if upto is None else names[: names.index(upto) + 1]
+    package = _copy_of(stock, target)
+    for name in chosen:
+        command = ["git", "apply", "-p1", str((FOLDER / f"{name}.patch").resolve())]
+        # Outside a repository git takes the paths as they are.
+        env = {**os.environ, "GIT_DIR": str(target / "none")}
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, cwd=target, env=env
+        )
+        if done.returncode:
+            raise PatchProblem(f"{name}.patch does not apply: {done.stderr.strip()}")
+    (package / MARK).write_text("\n".join(chosen) + "\n", encoding="utf-8")
+    return package
+
+
+def _copy_of(stock: Path, target: Path) -> Path:
+    package = target / "mlx_vlm"
+    if package.exists():
+        if not (package / MARK).is_file():
+            raise PatchProblem(f"{package} exists and is none of ours: remove it")
+        shutil.rmtree(package)
+    shutil.copytree(stock, package, ignore=shutil.ignore_patterns("__pycache__"))
     return package
 
 
@@ -101,10 +128,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         stock = options.stock or installed_stock()
         require_pristine(stock, VERSION)
-        steps = build_series(stock)
         if options.tree:
-            print(write_tree(steps, stock, options.tree, options.upto))
+            print(apply_series(stock, options.tree, options.upto))
             return 0
+        steps = build_series(stock)
         files = generated_files(steps, stock)
         if options.check:
             stale = stale_files(files, FOLDER)

@@ -9,7 +9,6 @@ for.
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -261,11 +260,20 @@ def as_upstream(text: str, source: str, target: str, moved: dict[str, str]) -> s
     return formatted("".join(lines))
 
 
-@functools.lru_cache(maxsize=64)
 def formatted(text: str) -> str:
-    """Return a file as upstream's hooks, run in upstream's tree, leave it."""
-    ordered = isort.code(text, profile="black", known_first_party=[PACKAGE])
-    return black.format_str(ordered, mode=black.Mode())
+    """Return a file as upstream's hooks, run in upstream's tree, leave it.
+
+    Formatting large files is what the making of patches waits for, and what a step
+    has formatted the next one starts from: no text is formatted twice.
+    """
+    if text not in _formatted:
+        ordered = isort.code(text, profile="black", known_first_party=[PACKAGE])
+        result = black.format_str(ordered, mode=black.Mode())
+        _formatted[text] = _formatted[result] = result
+    return _formatted[text]
+
+
+_formatted: dict[str, str] = {}
 
 
 def code_without_imports(text: str) -> list[str]:

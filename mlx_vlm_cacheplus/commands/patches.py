@@ -64,9 +64,18 @@ def _file(change: Change, relative: str) -> str | None:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("change", "what", "patch", "PR text")
+    """Names in full; patch and PR text bear the change's name (see ``patches NAME``)."""
+    table = Table()
+    table.add_column("change", no_wrap=True)
+    table.add_column("what")
+    table.add_column("patch")
+    table.add_column("PR text")
     for row in rows:
+        has_patch, has_text = bool(row["patch"]), bool(row["pr_text"])
         table.add_row(
-            row["name"], row["summary"], row["patch"] or "-", row["pr_text"] or "-"
+            row["name"],
+            row["summary"],
+            "yes" if has_patch else "-",
+            "yes" if has_text else "-",
         )
     return table

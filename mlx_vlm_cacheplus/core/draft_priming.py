@@ -149,8 +149,7 @@ class ContextDrafter:
         The proposal that comes with it is never evaluated; only the projected
         context is.
         """
-        nothing = mx.zeros((1, 1), dtype=mx.int32)
-        self.drafter._hidden(nothing, hidden, row.cache)
+        self.drafter._hidden(mx.zeros((1, 1), mx.int32), hidden, row.cache)
         row.entries += hidden.shape[1]
 
     def install(self, rows: Sequence[PrimedRow]) -> None:
@@ -274,7 +273,7 @@ def prime(prompt_batch: Any) -> None:
         return
     family, reason = _family_of(shared, kind)
     count = len(prompt_batch.uids)
-    if family is not None and count > 1 and not _takes_ragged_rows(shared, kind):
+    if family is not None and count > 1 and not takes_ragged_rows(shared, kind):
         reason = f"{type(shared).__name__} cannot hold rows of different lengths"
     prompt_batch.draft_reason = reason
     if reason is not None:
@@ -331,11 +330,11 @@ def _family_of(drafter: Any, kind: str) -> tuple[Any, str | None]:
     return None, f"{type(drafter).__name__} has no forward pass of a known kind"
 
 
-def _takes_ragged_rows(drafter: Any, kind: str) -> bool:
+def takes_ragged_rows(drafter: Any, kind: str) -> bool:
+    """Whether one batch of the drafter can hold rows of different lengths."""
     # A DFlash batch has a cache for each row, an EAGLE3 one is ragged by design.
-    return kind in ("dflash", "eagle3") or bool(
-        getattr(drafter, "supports_ragged_batch_acceptance", False)
-    )
+    ragged = getattr(drafter, "supports_ragged_batch_acceptance", False)
+    return kind in ("dflash", "eagle3") or bool(ragged)
 
 
 def _own_copy(shared: Any) -> Any:

@@ -33,7 +33,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import segments
-from .draft_priming import DraftPrimer, PrimedRow
+from .draft_priming import DraftPrimer, PrimedRow, takes_ragged_rows
 from .segment_cache import Hit
 from .segment_tree import Node
 
@@ -184,6 +184,10 @@ def view_of(drafter: Any, kind: str | None) -> tuple[DraftView | None, str | Non
     kinds = [type(entry) for entry in drafter.make_cache()]
     if not kinds or any(kind not in segments.DenseLayer.types for kind in kinds):
         return None, f"{name} keeps more than keys and values; it reads new tokens only"
+    if not takes_ragged_rows(drafter, kind):
+        # Rows that are read together are not primed; nothing would be kept of them, and
+        # they would be read again at every turn.
+        return None, f"{name} keeps one position for all rows; it reads new tokens only"
     return DraftView(identity_of(drafter, kind), kind in LOOKAHEAD_KINDS), None
 
 

@@ -6,6 +6,7 @@ round, with equal replies, are equal counts of drafted and accepted tokens.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 
 import tests
 from tests.behaviour.sessions import new_tokens
-from tests.fakes.models import DRAFTERS
+from tests.fakes.models import DRAFTERS, drafter_dir, model_dir
 from tests.fakes.proposals import Proposals
 from tests.fakes.server import system, user
+from tests.fakes.unchunked import Unchunked
 
 change = pytest.mark.change("draft-state")
 KINDS = sorted(DRAFTERS)
@@ -26,15 +28,29 @@ SLACK = 2
 RECORDS = "amber = fox yak sun\nbirch = owl ant bat\ncedar = dog ice hare\n"
 
 
+BLOCK = 4
+SETTINGS = {"env": {"MLX_VLM_DRAFT_BLOCK_SIZE": str(BLOCK), "PREFILL_STEP_SIZE": "64"}}
+
+
 def notes(lines=12):
     return system("Look words up.\n" + RECORDS * (lines // 3))
+
+
+@functools.cache
+def unchunked(name):
+    """The drafter and its target, apart from every server."""
+    return Unchunked(str(model_dir(DRAFTERS[name])), str(drafter_dir(name)))
 
 
 @pytest.fixture(params=KINDS)
 def drafted(request, make_server):
     """A server with one of the trained drafters, and what that drafter proposes."""
-    server = make_server(DRAFTERS[request.param], draft_model=request.param)
-    return server, Proposals(server.generator.draft_model)
+    return serving(make_server, request.param)
+
+
+def serving(make_server, name):
+    server = make_server(DRAFTERS[name], draft_model=name, **SETTINGS)
+    return server, Proposals(server.generator.draft_model, name)
 
 
 def turns(server, count, max_tokens=16):
@@ -56,7 +72,16 @@ def assert_drafts_as_cold(server, proposals, asked, **kw):
     assert warm.cached_tokens > cold.cached_tokens == 0
     assert warm.ids == cold.ids
     assert of_warm == proposals.take() and of_warm
+    if "temperature" not in kw:
+        assert_has_read(proposals.name, warm, of_warm[0])
     return warm
+
+
+def assert_has_read(name, reply, first_round):
+    """The first round holds what a drafter proposes that was primed in one pass."""
+    wanted = unchunked(name).first_proposal(reply.prompt_ids, BLOCK)
+    # Several rows may draft fewer tokens a round.
+    assert wanted[: len(first_round[0])] in first_round
 
 
 @change
@@ -95,21 +120,20 @@ def test_warm_rows_of_one_batch(drafted):
     first = proposals.take()[0]
     for asked, reply in zip(asks, warm, strict=True):
         assert reply.cached_tokens > 0
+        assert_has_read(proposals.name, reply, first)
         server.clear_cache()
-        cold = server.chat(asked, max_tokens=12)
-        assert cold.ids == reply.ids
-        (row,) = proposals.take()[0]
-        # Several rows may draft fewer tokens a round.
-        assert any(row[: len(other)] == other for other in first)
+        assert server.chat(asked, max_tokens=12).ids == reply.ids
 
 
 @change
 def test_sampled_replies_are_the_same_warm_and_cold(drafted):
     server, proposals = drafted
     asked, _ = turns(server, 2)
-    assert_drafts_as_cold(
-        server, proposals, asked, max_tokens=16, temperature=0.8, seed=11
-    )
+    sampled = {"max_tokens": 16, "temperature": 0.8, "seed": 11}
+    assert_drafts_as_cold(server, proposals, asked, **sampled)
+    # And it is the drafter that has read the prompt, not one that never has.
+    asked, _ = turns(server, 2)
+    assert_drafts_as_cold(server, proposals, asked, max_tokens=8)
 
 
 @change
@@ -142,10 +166,7 @@ def test_eighteen_turns_are_read_once(make_server, name):
 
 @change
 def test_c12_a_cancelled_prefill_is_kept_for_the_drafter_too(make_server):
-    server = make_server(
-        "hybrid", draft_model="hybrid-mtp", env={"PREFILL_STEP_SIZE": "64"}
-    )
-    proposals = Proposals(server.generator.draft_model)
+    server, proposals = serving(make_server, "hybrid-mtp")
     asked = [notes(48), user("get: amber")]
     part = server.cancel(asked, after=1, max_tokens=8)
     assert len(part.prompt_ids) > 200

@@ -148,6 +148,8 @@ def test_the_budget_counts_the_drafter():
 
 
 class Drafter:
+    supports_ragged_batch_acceptance = True
+
     def __init__(self, *cache):
         self._made = cache
 
@@ -156,6 +158,13 @@ class Drafter:
 
     def prefill_from_target_hidden(self):
         raise AssertionError
+
+
+def test_a_drafter_of_one_position_for_all_rows_is_not_kept_and_says_so():
+    drafter = Drafter(KVCache())
+    drafter.supports_ragged_batch_acceptance = False
+    view, reason = view_of(drafter, "mtp")
+    assert view is None and "one position for all rows" in reason
 
 
 @pytest.mark.parametrize("entry", [RotatingKVCache(8), CacheList(KVCache(), KVCache())])

@@ -12,7 +12,8 @@ from typing import Any
 class Proposals:
     """The proposals of one drafter since ``clear``: one list of rows a round."""
 
-    def __init__(self, draft_model: Any):
+    def __init__(self, draft_model: Any, name: str = ""):
+        self.name = name
         self.rounds: list[list[list[int]]] = []
         base = type(draft_model)
         while base.__name__ == "Proposing":

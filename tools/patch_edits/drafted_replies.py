@@ -12,9 +12,7 @@ CORE = {
 }
 
 IMPORT = "from ..generate.drafted_replies import cut_at_row_ends\n"
-CUT_ONE = (
-    "            (accepted,), (new_tokens,) = cut_at_row_ends([accepted], [new_tokens])\n"
-)
+CUT_ONE = "            (accepted,), (new_tokens,) = cut_at_row_ends([accepted], [new_tokens])\n"
 CUT = (
     "            accepted_list, new_tokens_list = cut_at_row_ends(\n"
     "                accepted_list, new_tokens_list\n"
