@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from statistics import median
 
 import mlx.core as mx
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words.formatter_class = argparse.RawDescriptionHelpFormatter
     words.add_argument("--many", type=int, default=0, help="so many lengths")
     options = words.parse_args(arguments)
-    print(f"MLX {mx.__version__}, {mx.default_device()}", flush=True)
+    print(f"MLX {version('mlx')}, {mx.default_device()}", flush=True)
     many(options.many) if options.many else table()
 
 
