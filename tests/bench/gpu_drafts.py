@@ -18,12 +18,21 @@ side in turn (see ``gpu_switch``):
 Each side plays every prefill shape once before, then the session once from an empty
 cache.  The two models load and warm up at the same time and are timed one at a time.
 Rows are written after each session.
+
+    python -m tests.bench.gpu_drafts --gpu 0 --twice --plans 8192 \
+        --sides stock+drafter,plus+drafter,stock --turns 6 --reply 80 --out DIR
+
+MLX's CUDA back-end makes a plan for each length of keys that several queries meet, which
+takes longer than the attention itself (see ``gpu_attention``), and keeps 256 of them.
+With ``--twice`` each side plays the whole session before it is timed, so that each such
+length has been used, and ``--plans`` lets MLX keep them all.  The first plays are rows
+too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import shutil
 import tempfile
 import time
@@ -32,23 +41,26 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tests.bench import gpu_tables
 from tests.bench.gpu_asking import SwitchServer, joined, machine
 from tests.bench.gpu_chain import make_chain
+from tests.bench.gpu_drafts_report import report
 from tests.bench.gpu_inputs import Plan, make_drafted, make_plan
 from tests.bench.gpu_pairs import Seat, become, keep_log, place, prepare
 from tests.bench.gpu_session import HTTP, Session, note, reset, seen
 from tests.bench.gpu_switch import DRAFTER, OFF, PLUS, STOCK
-from tests.bench.gpu_tables import of, table
 
 SHAPES = ("gemma7b", "hybrid4b")
 SIDES = (OFF + DRAFTER, STOCK, STOCK + DRAFTER, PLUS + DRAFTER, PLUS)
+NAMES = {
+    side.replace(" 40 GB", "").replace(" ", ""): side for side in SIDES
+}  # nocache+drafter, stock, stock+drafter, plus+drafter, plus
 # Played once before anything is timed; the others have no prefill shapes of their own
 # but those of the first turn.
 WARMED = (OFF + DRAFTER, STOCK + DRAFTER, PLUS + DRAFTER)
+FIRST = -1  # the round of a play that only makes plans
 SHORT = 6  # tokens of a reply that only follows a prefill of interest
 
 
@@ -63,7 +75,10 @@ class Drafted(Session):
         self.folder, drafter = make_drafted(shape, work / shape, chain, o.small)
         super().__init__(said, argparse.Namespace(**vars(o), folder=str(self.folder)))
         self.shape, self.work = shape, work
-        self.rows = {name: [] for name in ("starts", "turns", "memory", "failed")}
+        self.rows = {
+            name: [] for name in ("starts", "turns", "memory", "first", "failed")
+        }
+        self.longest: dict[bool, float] = {}
         words = ("--draft-model", str(drafter), "--draft-block-size", str(o.block))
         home = work / f"{shape}-home"
         server = SwitchServer(str(self.folder), home, False, words)
@@ -86,7 +101,8 @@ class Drafted(Session):
         self.seat.server.__enter__()
         up = time.monotonic() - began
         self.base = self.seat.server.base
-        for side in SIDES:
+        # A session that is played before it is timed warms up by itself.
+        for side in () if self.options.twice else self.options.sides:
             try:
                 self.warm_side(side)
             except Exception as error:
@@ -124,8 +140,8 @@ class Drafted(Session):
         body = {"temperature": 0, "max_tokens": self.options.reply + 8, **more}
         return self.ask(self.base, self.plan.messages(marker, said), **body)
 
-    def timed_session(self, side: str) -> float:
-        """One session from an empty cache; seconds."""
+    def played(self, side: str, number: int) -> float:
+        """One session from an empty cache; its rows are kept; seconds."""
         become(self.seat, side)
         reset(self.base)
         self.ask(self.base, [{"role": "user", "content": "."}], max_tokens=4)
@@ -141,117 +157,39 @@ class Drafted(Session):
         after = HTTP.get(f"{self.base}/bench/memory").json()
         drafted = [request["drafted"] for request in requests]
         rows = joined(asked, requests)
-        for number, (row, counts) in enumerate(zip(rows, drafted, strict=True), 1):
-            lead = {"side": side, "round": 0, "turn": number, "drafted": counts}
-            self.rows["turns"].append({**lead, **row})
-        memory = {"before": before["active"], "peak": after["peak"]}
-        memory["after"] = after["active"]
-        self.rows["memory"].append({"side": side, "round": 0, **memory})
+        kept = self.rows["first" if number == FIRST else "turns"]
+        for turn, (row, counts) in enumerate(zip(rows, drafted, strict=True), 1):
+            lead = {"side": side, "round": number, "turn": turn, "drafted": counts}
+            kept.append({**lead, **row})
+        if number != FIRST:
+            memory = {"before": before["active"], "peak": after["peak"]}
+            memory["after"] = after["active"]
+            self.rows["memory"].append({"side": side, "round": number, **memory})
         reset(self.base)
         self.save()
-        return sum(row["seconds"] for row in rows)
+        seconds: float = sum(row["seconds"] for row in rows)
+        what = "first play" if number == FIRST else f"round {number}"
+        note(f"  {self.shape}: {side}: {what}: session {seconds:.2f} s")
+        return seconds
 
-    def play(self, sides: Sequence[str], end: float) -> None:
+    def play(self, sides: Sequence[str], number: int, end: float) -> None:
         """A session of each side, while one more fits."""
-        longest = 0.0
+        first = self.options.twice and number == 0
         for side in sides:
             began = time.monotonic()
-            if began + longest > end:
-                note(f"  {self.shape}: no time for {side}")
+            if began + self.longest.get(first, 0.0) > end:
+                note(f"  {self.shape}: no time for {side}, round {number}")
                 continue
             try:
-                seconds = self.timed_session(side)
-                note(f"  {self.shape}: {side}: session {seconds:.2f} s")
+                if first:
+                    self.played(side, FIRST)
+                self.played(side, number)
             except Exception as error:
                 self.failed(side, "session", error)
                 self.side = ""  # whatever it is now, switch again
-            longest = max(longest, time.monotonic() - began)
+            spent = time.monotonic() - began
+            self.longest[first] = max(self.longest.get(first, 0.0), spent)
         self.save()
-
-
-# -- figures ---------------------------------------------------------------------------
-def report(folder: Path) -> str:
-    """Everything that the files of a run say."""
-    parts = []
-    for file in sorted(folder.glob("*-drafts.json")):
-        rows = json.loads(file.read_text(encoding="utf-8"))
-        parts.append(f"## {file.stem}")
-        parts += [f"- failed: {row}" for row in rows["failed"]]
-        if rows["turns"]:
-            parts += [turn_table(rows), sum_table(rows), equality(rows)]
-    return "\n\n".join(parts)
-
-
-def sides_of(rows: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["side"] for row in rows["turns"]))
-
-
-def turn_table(rows: dict[str, Any]) -> str:
-    """One line a turn: prefilled tokens, TTFT and speed of each side."""
-    sides = sides_of(rows)
-    lines = []
-    for turn in sorted({row["turn"] for row in rows["turns"]}):
-        cells = []
-        for side in sides:
-            for row in of(rows, "turns", side, turn=turn):
-                cells.append(
-                    f"{row['prefilled']}, {row['ttft']:.3f}, {row['speed']:.0f}"
-                )
-                prompt, new = row["prompt"], row["new"]
-        lines.append([turn, prompt, new, *cells])
-    header = ["turn", "prompt", "new"]
-    return table([*header, *(f"{s}: prefilled, TTFT s, tok/s" for s in sides)], lines)
-
-
-def sum_table(rows: dict[str, Any]) -> str:
-    """One line a side."""
-    header = ["side", "session s", "to the first tokens s", "TTFT p50, later turns"]
-    header += ["TTFT, last turn", "prefilled / new", "written", "tok/s while writing"]
-    header += ["accepted / drafted", "tokens a round", "peak GB", "above the model"]
-    lines = []
-    for side in sides_of(rows):
-        turns = of(rows, "turns", side)
-        (memory,) = of(rows, "memory", side)
-        written = sum(row["generated"] for row in turns)
-        first = sum(row["ttft"] for row in turns)
-        writing = sum((r["generated"] - 1) / r["speed"] for r in turns if r["speed"])
-        rounds, accepted, drafted = (
-            sum(row["drafted"][i] for row in turns) for i in range(3)
-        )
-        prefilled = sum(row["prefilled"] for row in turns)
-        spent = f"{prefilled / sum(row['new'] for row in turns):.3f}"
-        share = f"{accepted / drafted:.3f}" if drafted else "–"
-        each = f"{(accepted + rounds) / rounds:.2f}" if rounds else "–"
-        later = median(row["ttft"] for row in turns if row["turn"] > 1)
-        line = [side, f"{sum(row['seconds'] for row in turns):.2f}", f"{first:.2f}"]
-        line += [f"{later:.3f}", f"{turns[-1]['ttft']:.3f}", spent, str(written)]
-        line += [f"{(written - len(turns)) / max(writing, 1e-9):.1f}", share, each]
-        line += [f"{memory['peak'] / 1e9:.2f}"]
-        line += [f"{(memory['peak'] - memory['before']) / 1e9:.2f}"]
-        lines.append(line)
-    return table(header, lines)
-
-
-def equality(rows: dict[str, Any]) -> str:
-    """Whether all sides read and wrote the same tokens; ratios of plus if so."""
-    unequal = gpu_tables.differences({**rows, "pairs": []})
-    if unequal:
-        return "No ratios, the sides did different work: " + "; ".join(unequal)
-    totals = {
-        side: sum(row["seconds"] for row in of(rows, "turns", side))
-        for side in sides_of(rows)
-    }
-    last = {side: of(rows, "turns", side)[-1]["ttft"] for side in totals}
-    plus = PLUS + DRAFTER
-    if plus not in totals:
-        return "The same tokens on all sides."
-    lines = [
-        f"- {plus} beside {side}: session x {totals[plus] / totals[side]:.3f}, "
-        f"TTFT of the last turn x {last[plus] / last[side]:.3f}"
-        for side in totals
-        if side != plus
-    ]
-    return "\n".join(["The same tokens on all sides.", *lines])
 
 
 # -- the run ---------------------------------------------------------------------------
@@ -269,15 +207,32 @@ def measure(options: argparse.Namespace, work: Path) -> bool:
                     ready.append(model)
                 except Exception as error:
                     model.failed("", "start", error)
-            # The one without a drafter on plus comes last, and may be left out.
-            for sides in (SIDES[:-1], SIDES[-1:]):
-                for model in ready:
-                    model.play(sides, end)
+            for sides in groups(options.sides):
+                for number in range(options.rounds):
+                    for model in ready:
+                        turned = sides if number % 2 == 0 else sides[::-1]
+                        model.play(turned, number, end)
         finally:
             for model in models:
                 model.save()
                 keep_log(model.seat.server, options.out)
     return len(ready) == len(models) and not any(m.rows["failed"] for m in models)
+
+
+def groups(sides: Sequence[str]) -> list[Sequence[str]]:
+    """What all models play before any plays the next; the last may be left out."""
+    if sides == SIDES:
+        return [SIDES[:-1], SIDES[-1:]]
+    drafted = [side for side in sides if side.endswith(DRAFTER)]
+    return [drafted, [side for side in sides if side not in drafted]]
+
+
+def named(words: str) -> Sequence[str]:
+    """Sides by their short names."""
+    unknown = [word for word in words.split(",") if word not in NAMES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown}: not of {', '.join(NAMES)}")
+    return [NAMES[word] for word in words.split(",")]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -288,6 +243,14 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--gpu", help="CUDA_VISIBLE_DEVICES of the servers")
     out.add_argument("--seconds", type=float, default=300.0, help="sessions end then")
     out.add_argument("--shapes", default=",".join(SHAPES))
+    out.add_argument(
+        "--sides", type=named, default=SIDES, help=f"of {', '.join(NAMES)}"
+    )
+    out.add_argument(
+        "--twice", action="store_true", help="time a session that was played before"
+    )
+    out.add_argument("--rounds", type=int, default=1, help="timed sessions a side")
+    out.add_argument("--plans", type=int, help="attention plans that MLX keeps")
     out.add_argument("--turns", type=int, default=9)
     out.add_argument("--system", type=int, default=2500)
     out.add_argument("--user", type=int, default=560)
@@ -307,6 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.set_defaults(turns=4, system=200, user=60, reply=40)
         options = words.parse_args(arguments)
     prepare(options)
+    if options.plans:
+        os.environ["MLX_CUDA_SDPA_CACHE_SIZE"] = str(options.plans)
     work = Path(tempfile.mkdtemp(prefix="gpu-drafts-"))
     options.kernels = options.kernels or work / "kernels"
     fine = False
