@@ -182,7 +182,9 @@ class SegmentCache:
             lease = Lease(found.nodes[-1]) if found.nodes else None
             try:
                 size = functools.partial(_span_nbytes, prompt_cache, companion)
-                with self.policy.wants(salt, found, size(len(ids) - found.length)):
+                added = size(len(ids) - found.length)
+                added += segments.state_nbytes(prompt_cache) if with_state else 0
+                with self.policy.wants(salt, found, added):
                     room = self._room_for(
                         tree, ids, found, size, prompt_cache, with_state
                     )
@@ -269,8 +271,12 @@ class SegmentCache:
                 else:
                     held -= tree.remove(node)
                 self.evictions += 1
-            self._trees = {key: t for key, t in self._trees.items() if t.root.children}
+            self.drop_empty()
         return before - held
+
+    def drop_empty(self) -> None:
+        """Forget the trees that hold nothing."""
+        self._trees = {key: t for key, t in self._trees.items() if t.root.children}
 
     def clear(self) -> None:
         """Forget everything."""
