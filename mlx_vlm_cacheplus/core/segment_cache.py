@@ -263,6 +263,9 @@ class SegmentCache:
         """Drop what is least useful until ``target`` bytes remain; returns how many."""
         with self.lock:
             held = before = self.nbytes
+            nodes = (node for tree in self._trees.values() for node in tree)
+            if held <= target and all(node.nbytes for node in nodes):
+                return 0
             for kind, tree, node in self.policy.losses(self._trees.values(), target):
                 if held <= target and node.nbytes:
                     break
