@@ -1,4 +1,4 @@
-"""mlx-vlm-cacheplus serve | doctor | replay | patches."""
+"""mlx-vlm-cacheplus serve | doctor | replay | cache | patches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": "start the stock server with the changes applied; takes the stock's arguments",
     "doctor": "say what would be applied here, and what stands in the way",
     "replay": "replay a recorded agent session against a server and count what it reads again",
+    "cache": "list, pin, unpin and forget the sessions of a running server, or reset its cache",
     "patches": "list the changes with their patch files and pull-request texts",
 }
 

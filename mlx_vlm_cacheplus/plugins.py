@@ -18,21 +18,15 @@ from .hookspecs import PROJECT
 
 logger = logging.getLogger(PROJECT)
 
-# The first of these headers that a request carries names its session, where no plugin does.
-SESSION_HEADERS = (
-    "x-cacheplus-session",
-    "x-session-id",
-    "x-claude-code-session-id",
-    "x-conversation-id",
-)
-
 
 class _Defaults:
     @hookspecs.hookimpl(trylast=True)
-    def cacheplus_identify_session(self, headers: Mapping[str, str]) -> str | None:
-        return next(
-            (headers[name] for name in SESSION_HEADERS if headers.get(name)), None
-        )
+    def cacheplus_identify_session(
+        self, headers: Mapping[str, str], body: Mapping[str, Any]
+    ) -> str | None:
+        from .core.session_identity import identify
+
+        return identify(headers, body)
 
 
 @functools.cache

@@ -51,6 +51,28 @@ def is_behaviour(item: pytest.Item) -> bool:
     return BEHAVIOUR in Path(item.path).parents
 
 
+def sample(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return CACHEPLUS_SAMPLE tests of each file, evenly spread; all where it is not set.
+
+    Tests that leave are reported as deselected.
+    """
+    wanted = int(os.environ.get("CACHEPLUS_SAMPLE") or 0)
+    if not wanted:
+        return items
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(Path(item.path), []).append(item)
+    kept = {
+        id(group[index * len(group) // min(wanted, len(group))])
+        for group in files.values()
+        for index in range(min(wanted, len(group)))
+    }
+    leaving = [item for item in items if id(item) not in kept]
+    if leaving:
+        config.hook.pytest_deselected(items=leaving)
+    return [item for item in items if id(item) in kept]
+
+
 def changes_of(item: pytest.Item) -> list[str]:
     """Return the changes that a test names; none for a guard, whatever its module names."""
     if item.get_closest_marker("guard") is not None:

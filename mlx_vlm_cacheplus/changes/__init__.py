@@ -20,6 +20,7 @@ ORDER: tuple[str, ...] = (
     "drafted-replies",
     "draft-priming",
     "draft-state",
+    "session-partitions",
     "undrafted-requests",
     # Last: it reads what the others leave behind.
     "reuse-record",

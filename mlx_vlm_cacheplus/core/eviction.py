@@ -15,10 +15,11 @@ that a request stands on goes.  The order:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from heapq import heapify, heappop, heappush
 
-from .segment_tree import Node, SegmentTree
+from .segment_tree import Match, Node, SegmentTree
 
 # End states that one conversation keeps: the end of the system text, the last user
 # message, the ends of the last prompts and replies, and places where it was left.
@@ -30,6 +31,35 @@ Loss = tuple[str, SegmentTree, Node]
 Queue = list[tuple[tuple[bool, int, int], int, SegmentTree, Node]]
 
 
+class Policy:
+    """What a segment cache tells whoever decides what goes first, and what it asks.
+
+    This one decides by use alone, and needs to know nothing else.
+    """
+
+    def asks(self, salt: int, match: Callable[[], Match]) -> None:
+        """A prompt is looked up; ``match`` says how far it follows the trees."""
+
+    def restores(self, salt: int, length: int) -> None:
+        """So many tokens of it are restored."""
+
+    def wants(
+        self, salt: int, match: Match, nbytes: int
+    ) -> AbstractContextManager[None]:
+        """Room for so many bytes is made on its behalf while this is open."""
+        return nullcontext()
+
+    def stands(self, salt: int, path: Sequence[Node]) -> None:
+        """It has read this path, and the cache holds it."""
+
+    def cleared(self) -> None:
+        """The cache holds nothing any more."""
+
+    def losses(self, trees: Collection[SegmentTree], budget: int) -> Iterator[Loss]:
+        """What to lose until ``budget`` bytes are left, the cheapest first."""
+        return losses(trees)
+
+
 def losses(trees: Iterable[SegmentTree]) -> Iterator[Loss]:
     """What to lose, the cheapest first: ("state" or "leaf", its tree, its node).
 
@@ -38,24 +68,24 @@ def losses(trees: Iterable[SegmentTree]) -> Iterator[Loss]:
     """
     number = itertools.count()
     entries = [(_age(n), next(number), tree, n) for tree in trees for n in tree]
-    states: Queue = [e for e in entries if _superseded(e[3])]
-    leaves: Queue = [e for e in entries if _may_go(e[3])]
+    states: Queue = [e for e in entries if superseded(e[3])]
+    leaves: Queue = [e for e in entries if may_go(e[3])]
     heapify(states)
     heapify(leaves)
     while states or leaves:
         if states:
             _, _, tree, node = heappop(states)
             # What superseded it may have gone since.
-            if _superseded(node):
+            if superseded(node):
                 yield "state", tree, node
             continue
         _, _, tree, node = heappop(leaves)
         parent = node.parent
         yield "leaf", tree, node
-        if parent is not None and _may_go(parent):
+        if parent is not None and may_go(parent):
             heappush(leaves, (_age(parent), next(number), tree, parent))
-        for above in _single_way_up(parent):
-            if _superseded(above):
+        for above in single_way_up(parent):
+            if superseded(above):
                 heappush(states, (_age(above), next(number), tree, above))
 
 
@@ -74,11 +104,11 @@ def _has_state(node: Node) -> bool:
     return node.payload is not None and node.payload.states is not None
 
 
-def _may_go(node: Node) -> bool:
+def may_go(node: Node) -> bool:
     return node.parent is not None and not node.children and not node.leases
 
 
-def _superseded(node: Node) -> bool:
+def superseded(node: Node) -> bool:
     """A state with exactly one way on, and a newer state on that way."""
     return _has_state(node) and any(_has_state(n) for n in _single_way_down(node))
 
@@ -90,7 +120,7 @@ def _single_way_down(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _single_way_up(node: Node | None) -> Iterator[Node]:
+def single_way_up(node: Node | None) -> Iterator[Node]:
     """This node and those above it, as long as each has one child."""
     while node is not None and node.parent is not None and len(node.children) == 1:
         yield node

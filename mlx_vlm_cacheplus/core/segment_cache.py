@@ -69,6 +69,7 @@ class SegmentCache:
         self.evictions = 0
         self.refusals = 0
         self.stored_tokens = 0
+        self.policy = eviction.Policy()
         self._make_room = make_room or self._evict_for
         self._trees: dict[tuple[int, tuple], SegmentTree] = {}
         self._clock = itertools.count(1)
@@ -100,11 +101,13 @@ class SegmentCache:
                 resume is read again, so that it reads it too.
         """
         with self.lock:
+            self.policy.asks(salt, functools.partial(self.match, ids, salt))
             found = self._longest(ids[:-1], salt, usable, companion)
             if found is None:
                 return None
             length, node, layout = found
             self._touch(node.path())
+            self.policy.restores(salt, length)
             return Hit(node, length, layout, node.payload.states, Lease(node))
 
     def peek(self, ids: Sequence[int], salt: int) -> int:
@@ -172,12 +175,20 @@ class SegmentCache:
         layout = segments.layout_of(prompt_cache)
         with_state = with_state and segments.STATE in layout
         with self.lock:
-            tree = self._trees.get((salt, layout)) or SegmentTree()
+            tree = self._trees.get((salt, layout))
+            if tree is None:
+                tree = SegmentTree(needs_states=segments.STATE in layout)
             found = tree.match(ids)
             lease = Lease(found.nodes[-1]) if found.nodes else None
             try:
                 size = functools.partial(_span_nbytes, prompt_cache, companion)
-                if not self._room_for(tree, ids, found, size, prompt_cache, with_state):
+                added = size(len(ids) - found.length)
+                added += segments.state_nbytes(prompt_cache) if with_state else 0
+                with self.policy.wants(salt, found, added):
+                    room = self._room_for(
+                        tree, ids, found, size, prompt_cache, with_state
+                    )
+                if not room:
                     self.refusals += 1
                     return False
                 if companion is not None:
@@ -189,6 +200,7 @@ class SegmentCache:
                 if with_state and node.payload.states is None:
                     self._keep_state(tree, node, prompt_cache, row)
                 self._touch(node.path())
+                self.policy.stands(salt, node.path())
                 self._tidy(tree, node)
             finally:
                 if lease is not None:
@@ -251,7 +263,10 @@ class SegmentCache:
         """Drop what is least useful until ``target`` bytes remain; returns how many."""
         with self.lock:
             held = before = self.nbytes
-            for kind, tree, node in eviction.losses(self._trees.values()):
+            nodes = (node for tree in self._trees.values() for node in tree)
+            if held <= target and all(node.nbytes for node in nodes):
+                return 0
+            for kind, tree, node in self.policy.losses(self._trees.values(), target):
                 if held <= target and node.nbytes:
                     break
                 if kind == "state":
@@ -259,8 +274,12 @@ class SegmentCache:
                 else:
                     held -= tree.remove(node)
                 self.evictions += 1
-            self._trees = {key: t for key, t in self._trees.items() if t.root.children}
+            self.drop_empty()
         return before - held
+
+    def drop_empty(self) -> None:
+        """Forget the trees that hold nothing."""
+        self._trees = {key: t for key, t in self._trees.items() if t.root.children}
 
     def clear(self) -> None:
         """Forget everything."""
@@ -268,6 +287,7 @@ class SegmentCache:
             for tree in self._trees.values():
                 tree.clear()
             self._trees = {}
+            self.policy.cleared()
 
     def statistics(self) -> dict[str, int]:
         """Counts for the cache's statistics endpoint."""
@@ -320,6 +340,7 @@ class SegmentCache:
         now = next(self._clock)
         for node in path:
             node.last_use = now
+            node.born = node.born or now
 
 
 def _restorable(found: Match, layout: tuple) -> Iterator[tuple[int, Node]]:

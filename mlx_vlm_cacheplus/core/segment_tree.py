@@ -38,9 +38,24 @@ class Node:
         payload: owned; None for the root.
         leases: how many requests stand on this node.
         last_use: logical time of the last match or commit that passed here.
+        born: logical time at which the branch that starts here was added.
+        turns: places in the span at which a prompt was answered, in tokens of the
+            path, ascending.
+        sessions: numbers of the sessions that went this way; see ``session_table``.
     """
 
-    __slots__ = ("parent", "children", "ids", "start", "payload", "leases", "last_use")
+    __slots__ = (
+        "parent",
+        "children",
+        "ids",
+        "start",
+        "payload",
+        "leases",
+        "last_use",
+        "born",
+        "turns",
+        "sessions",
+    )
 
     def __init__(self, parent: Node | None, ids: tuple[int, ...], payload: Any):
         self.parent = parent
@@ -50,6 +65,9 @@ class Node:
         self.payload = payload
         self.leases = 0
         self.last_use = 0
+        self.born = 0
+        self.turns: tuple[int, ...] = ()
+        self.sessions: frozenset[int] = frozenset()
 
     @property
     def end(self) -> int:
@@ -106,11 +124,16 @@ class Lease:
 
 
 class SegmentTree:
-    """The tree of one identity; see the module's text for its invariants."""
+    """The tree of one identity; see the module's text for its invariants.
 
-    def __init__(self) -> None:
+    Args:
+        needs_states: whether a path can be resumed only where a payload has ``states``.
+    """
+
+    def __init__(self, needs_states: bool = False) -> None:
         self.root = Node(None, (), None)
         self.nbytes = 0
+        self.needs_states = needs_states
 
     def __iter__(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
@@ -180,7 +203,10 @@ class SegmentTree:
         before = node.nbytes
         head_payload, node.payload = node.payload.split(at)
         head = Node(node.parent, node.ids[:at], head_payload)
-        head.last_use = node.last_use
+        head.last_use, head.born = node.last_use, node.born
+        head.sessions = node.sessions
+        head.turns = tuple(turn for turn in node.turns if turn <= head.end)
+        node.turns = node.turns[len(head.turns) :]
         node.parent.children[head.ids[0]] = head
         node.ids = node.ids[at:]
         node.parent, node.start = head, head.end
@@ -198,6 +224,8 @@ class SegmentTree:
         node.ids = parent.ids + node.ids
         node.parent, node.start = parent.parent, parent.start
         node.leases += parent.leases
+        node.turns = parent.turns + node.turns
+        node.born = parent.born
         node.parent.children[node.ids[0]] = node
         self.nbytes += node.nbytes - before
 
@@ -239,6 +267,7 @@ class SegmentTree:
             assert parent.children.get(node.ids[0]) is node, "2: two paths"
             assert node.payload.tokens == len(node.ids), "3: payload covers its span"
             assert node.leases >= 0, "5: released twice"
+            assert all(node.start < t <= node.end for t in node.turns), "turn outside"
             total += node.nbytes
         assert total == self.nbytes, f"4: {self.nbytes} bytes counted, {total} held"
 

@@ -28,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Set the expectation of the leg on every behaviour test."""
+    """Take the sample that is asked for, and set the expectation of the leg."""
+    items[:] = legs.sample(config, items)
     legs.remember_items(config, items)
     LEG.expect(config, [item for item in items if legs.is_behaviour(item)])
 

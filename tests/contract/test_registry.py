@@ -129,13 +129,14 @@ def test_no_hook_is_documented_that_does_not_exist():
     assert set(re.findall(r"cacheplus_[a-z_]+", text)) <= set(HOOKS)
 
 
-def test_default_session_headers_are_documented():
-    from mlx_vlm_cacheplus.plugins import SESSION_HEADERS, identify_session
+def test_default_session_names_are_documented():
+    from mlx_vlm_cacheplus.core.session_identity import FIELDS, HEADERS
+    from mlx_vlm_cacheplus.plugins import identify_session
 
-    text = (ROOT / "docs/HOOKS.md").read_text()
-    assert all(f"`{name}`" in text for name in SESSION_HEADERS)
-    last = SESSION_HEADERS[-1]
-    assert identify_session({last: "s", "other": "x"}, {}) == "s"
+    text = (ROOT / "docs/SESSIONS.md").read_text()
+    headers = [name for _, names in HEADERS for name in names]
+    assert all(f"`{name}`" in text for name in (*headers, *FIELDS))
+    assert identify_session({headers[-1]: "s", "other": "x"}, {}) == "s"
     assert identify_session({"other": "x"}, {}) is None
 
 

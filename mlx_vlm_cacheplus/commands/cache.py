@@ -1,0 +1,138 @@
+"""`mlx-vlm-cacheplus cache`: the sessions of a running server, and what it keeps of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+PATH = "/v1/cacheplus/sessions"
+DEFAULT_URL = "http://127.0.0.1:8080"
+KEY_VARIABLE = "MLX_VLM_SERVER_API_KEY"
+SECONDS = 30
+
+
+class Unanswered(Exception):
+    """The server did not do it; the text says why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", choices=("sessions", "pin", "unpin", "forget", "reset")
+    )
+    parser.add_argument("session", nargs="?", help="id, for pin, unpin and forget")
+    parser.add_argument("--url", default=DEFAULT_URL, help="server (%(default)s)")
+    parser.add_argument(
+        "--scope",
+        choices=("ram", "all"),
+        default="ram",
+        help="of a reset (%(default)s); all leaves nothing behind",
+    )
+    parser.add_argument(
+        "--key",
+        default=os.environ.get(KEY_VARIABLE),
+        help=f"the server's API key; default: ${KEY_VARIABLE}",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 where it was done; 1 where the server refused or is not there; 2 for a mistake."""
+    needs_session = options.action in ("pin", "unpin", "forget")
+    if needs_session != bool(options.session):
+        need = "needs" if needs_session else "takes no"
+        print(f"error: {options.action} {need} session id", file=sys.stderr)
+        return 2
+    try:
+        answer = _ask(options)
+    except Unanswered as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(answer, indent=2))
+    elif options.action == "sessions":
+        _print_sessions(answer)
+    else:
+        done = ", ".join(f"{k} {v}" for k, v in answer.items() if k != "enabled")
+        print(f"{options.action}: {done}")
+    return 0
+
+
+def _ask(options: argparse.Namespace) -> dict[str, Any]:
+    url, data = options.url.rstrip("/") + PATH, None
+    if options.action != "sessions":
+        url += f"/{options.action}"
+        fields = (
+            {"scope": options.scope}
+            if options.action == "reset"
+            else {"session": options.session}
+        )
+        data = json.dumps(fields).encode()
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise Unanswered(f"{options.url} is no http address")
+    request = urllib.request.Request(url, data=data)
+    request.add_header("Content-Type", "application/json")
+    if options.key:
+        request.add_header("Authorization", f"Bearer {options.key}")
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as problem:
+        raise Unanswered(_reason(problem)) from None
+    except (OSError, ValueError) as problem:
+        raise Unanswered(f"no answer from {options.url}: {problem}") from None
+    if not found.get("enabled"):
+        raise Unanswered("the server keeps no sessions: its prefix cache is off")
+    return found
+
+
+def _reason(problem: urllib.error.HTTPError) -> str:
+    try:
+        return f"{problem.code}: {json.load(problem)['detail']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{problem.code}: is it a server with session-partitions?"
+
+
+def _print_sessions(answer: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "session",
+        "state",
+        "tokens",
+        "in RAM",
+        "share",
+        "requests",
+        "hits",
+        "last use",
+        title=f"{_size(answer['bytes'])} of {_size(answer['budget_bytes'])} in use; "
+        f"fair share {_size(answer['fair_share_bytes'])}",
+    )
+    for row in answer["sessions"]:
+        state = row["state"] + (", pinned" if row["pinned"] else "")
+        table.add_row(
+            row["id"],
+            state,
+            str(row["tokens"]),
+            _size(row["bytes"]),
+            f"{100 * row['share']:.1f} %",
+            str(row["requests"]),
+            str(row["hits"]),
+            f"{max(0, time.time() - row['last_use']):.0f} s ago",
+        )
+    Console().print(table)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

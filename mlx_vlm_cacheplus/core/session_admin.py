@@ -1,0 +1,218 @@
+"""See the sessions of a server's cache, pin, unpin and forget them, and reset it.
+
+    GET  /v1/cacheplus/sessions
+    POST /v1/cacheplus/sessions/pin      {"session": ID}
+    POST /v1/cacheplus/sessions/unpin    {"session": ID}
+    POST /v1/cacheplus/sessions/forget   {"session": ID}
+    POST /v1/cacheplus/sessions/reset    {"scope": "ram" or "all"}
+
+They ask for the same key as the server's other management endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from .segment_cache import SegmentCache
+from .segment_tree import Node, SegmentTree
+from .session_policy import fair_level
+from .session_table import Session, Sessions, standing
+
+PATH = "/v1/cacheplus/sessions"
+SCOPES = ("ram", "all")
+
+
+class Refused(Exception):
+    """What was asked for is not done; ``status`` is the answer's."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
+
+
+def list_sessions(cache: SegmentCache, sessions: Sessions) -> dict[str, Any]:
+    """All sessions, the one that was used last first."""
+    with cache.lock:
+        held = standing(list(cache._trees.values()), sessions.table)
+        live = [
+            held[number]["bytes"]
+            for number, session in sessions.table.items()
+            if sessions.is_live(session)
+        ]
+        level = min(fair_level(live, cache.max_bytes), cache.max_bytes)
+        rows = [
+            _row(s, held[n], cache.max_bytes, sessions.is_live(s))
+            for n, s in sessions.table.items()
+        ]
+    rows.sort(key=lambda row: -row["last_use"])
+    return {
+        "budget_bytes": cache.max_bytes,
+        "bytes": cache.nbytes,
+        "fair_share_bytes": int(level),
+        "sessions": rows,
+    }
+
+
+def _row(
+    session: Session, held: dict[str, float], budget: int, live: bool
+) -> dict[str, Any]:
+    return {
+        "id": session.id,
+        "named": session.name is not None,
+        "state": "live" if live else "idle" if session.requests > 1 else "new",
+        "pinned": session.pinned,
+        "tokens": int(held["tokens"]),
+        "bytes": int(held["bytes"]),
+        "shared_bytes": int(held["shared"]),
+        "share": round(held["bytes"] / budget, 4) if budget else 0.0,
+        "requests": session.requests,
+        "hits": session.hits,
+        "restored_tokens": session.restored,
+        "last_use": round(session.last_time, 3),
+    }
+
+
+def pin(cache: SegmentCache, sessions: Sessions, wanted: str, on: bool) -> dict:
+    """Keep what a session stands on whatever is short, or no more.
+
+    Raises:
+        Refused: more than half of the budget would be pinned.
+    """
+    with cache.lock:
+        found = _called(sessions, wanted)
+        held = standing(list(cache._trees.values()), sessions.table)
+        pinned = {n for n, s in sessions.table.items() if s.pinned}
+        pinned |= {session.number for session in found}
+        if on and 2 * sum(held[n]["bytes"] for n in pinned) > cache.max_bytes:
+            raise Refused(409, "more than half of the budget would be pinned")
+        for session in found:
+            session.pinned = on
+    return {"session": wanted, "pinned": on}
+
+
+def forget(cache: SegmentCache, sessions: Sessions, wanted: str) -> dict:
+    """Drop what only this session stands on, and its record.
+
+    What a request of it stands on stays until that has ended, and is then nobody's.
+    """
+    with cache.lock:
+        before = cache.nbytes
+        found = _called(sessions, wanted)
+        numbers = frozenset(session.number for session in found)
+        for session in found:
+            sessions.forget(session)
+        for tree in cache._trees.values():
+            for node in reversed(list(tree)):
+                _leave(tree, node, numbers, sessions)
+        cache.drop_empty()
+        return {"session": wanted, "freed_bytes": before - cache.nbytes}
+
+
+def _leave(
+    tree: SegmentTree, node: Node, numbers: frozenset[int], sessions: Sessions
+) -> None:
+    if not node.sessions & numbers:
+        return
+    node.sessions -= numbers
+    others = any(number in sessions.table for number in node.sessions)
+    if not (others or node.children or node.leases):
+        tree.remove(node)
+
+
+def reset(
+    manager: Any,
+    sessions: Sessions,
+    scope: str,
+    clear: Sequence[Callable[[], None]] = (),
+) -> dict:
+    """Empty the cache.
+
+    Args:
+        scope: "ram" drops what is held there, and the records of sessions; "all"
+            leaves nothing behind.
+        clear: what else holds parts of prompts.
+    """
+    if scope not in SCOPES:
+        raise Refused(400, f"scope must be one of {', '.join(SCOPES)}")
+    cache: SegmentCache = manager.segments
+    with cache.lock:
+        freed = cache.nbytes
+        forgotten = len(sessions.table)
+    manager.clear()
+    if scope == "all":
+        # Ids of prompts and replies.
+        manager.__dict__.pop("reply_ids", None)
+        for also in clear:
+            also()
+    return {"scope": scope, "freed_bytes": freed, "forgotten_sessions": forgotten}
+
+
+def _called(sessions: Sessions, wanted: str) -> list[Session]:
+    found = sessions.called(wanted)
+    if not found:
+        raise Refused(404, f"there is no session {wanted!r}")
+    return found
+
+
+def make_routes(
+    server: Any, clear: Sequence[Callable[[], None]] = ()
+) -> Sequence[Route]:
+    """The routes; ``server`` is the module whose key check stands before everything."""
+
+    async def answer(request: Request) -> JSONResponse:
+        server._require_management_api_key(request)
+        manager = server.runtime.apc_manager
+        policy = getattr(getattr(manager, "segments", None), "policy", None)
+        if not isinstance(policy, Sessions):
+            return JSONResponse({"enabled": False})
+        verb = request.path_params.get("verb")
+        fields = await _fields(request) if verb else {}
+        try:
+            done = await asyncio.to_thread(_do, manager, policy, verb, fields, clear)
+        except Refused as refused:
+            raise HTTPException(refused.status, str(refused)) from None
+        return JSONResponse({"enabled": True, **done})
+
+    return (
+        Route(PATH, answer, methods=["GET"], include_in_schema=False),
+        Route(PATH + "/{verb}", answer, methods=["POST"], include_in_schema=False),
+    )
+
+
+def _do(
+    manager: Any,
+    sessions: Sessions,
+    verb: str | None,
+    fields: dict[str, Any],
+    clear: Sequence[Callable[[], None]],
+) -> dict:
+    cache: SegmentCache = manager.segments
+    if verb is None:
+        return list_sessions(cache, sessions)
+    if verb == "reset":
+        return reset(manager, sessions, str(fields.get("scope", "ram")), clear)
+    if verb not in ("pin", "unpin", "forget"):
+        raise Refused(404, "pin, unpin, forget or reset")
+    wanted = fields.get("session")
+    if not isinstance(wanted, str) or not wanted:
+        raise Refused(400, "session must be the id of one")
+    if verb == "forget":
+        return forget(cache, sessions, wanted)
+    return pin(cache, sessions, wanted, verb == "pin")
+
+
+async def _fields(request: Request) -> dict[str, Any]:
+    try:
+        fields = await request.json()
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise HTTPException(400, "the body must be a JSON object")
+    return fields
