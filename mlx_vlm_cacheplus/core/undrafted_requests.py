@@ -177,6 +177,9 @@ def even_out_logprobs(batch: Any, other: Any) -> None:
 def _needs_plain(generator: Any, row: tuple) -> bool:
     """Whether a queued row cannot be drafted."""
     uid, _, _, _, processors, budget = row
+    block = getattr(generator, "draft_block_size", None)
+    if block is not None and block < 2:
+        return True  # a block holds the token that is fed first, and no draft
     # Where the request does not think, its budget does nothing.
     counts = budget is not None and getattr(budget, "enable_thinking", True)
     return bool(processors) or counts or uid in getattr(generator, "logprob_rows", ())
