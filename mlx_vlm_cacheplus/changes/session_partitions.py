@@ -93,7 +93,11 @@ def _apply_to_server(patcher: Any) -> None:
         session_identity.RequestsNameTheirSession, identify=identify_session
     )
     patcher.set_within(APP, "app", "user_middleware", [*app.user_middleware, naming])
-    routes = session_admin.make_routes(server)
+    routes = [
+        *session_admin.make_routes(server),
+        # Beside the report, where the plugin's own endpoints are.
+        *session_admin.make_routes(server, path="/v1/cacheplus/sessions"),
+    ]
     patcher.set_within(APP, "app", "router.routes", [*app.router.routes, *routes])
 
 

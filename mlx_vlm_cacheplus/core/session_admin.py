@@ -1,10 +1,10 @@
 """See the sessions of a server's cache, pin, unpin and forget them, and reset it.
 
-    GET  /v1/cacheplus/sessions
-    POST /v1/cacheplus/sessions/pin      {"session": ID}
-    POST /v1/cacheplus/sessions/unpin    {"session": ID}
-    POST /v1/cacheplus/sessions/forget   {"session": ID}
-    POST /v1/cacheplus/sessions/reset    {"scope": "ram" or "all"}
+    GET  /v1/cache/sessions
+    POST /v1/cache/sessions/pin      {"session": ID}
+    POST /v1/cache/sessions/unpin    {"session": ID}
+    POST /v1/cache/sessions/forget   {"session": ID}
+    POST /v1/cache/sessions/reset    {"scope": "ram" or "all"}
 
 They ask for the same key as the server's other management endpoints.
 """
@@ -25,7 +25,7 @@ from .segment_tree import Node, SegmentTree
 from .session_policy import fair_level
 from .session_table import Session, Sessions, standing
 
-PATH = "/v1/cacheplus/sessions"
+PATH = "/v1/cache/sessions"
 SCOPES = ("ram", "all")
 
 
@@ -162,7 +162,7 @@ def _called(sessions: Sessions, wanted: str) -> list[Session]:
 
 
 def make_routes(
-    server: Any, clear: Sequence[Callable[[], None]] = ()
+    server: Any, clear: Sequence[Callable[[], None]] = (), path: str = PATH
 ) -> Sequence[Route]:
     """The routes; ``server`` is the module whose key check stands before everything."""
 
@@ -181,8 +181,8 @@ def make_routes(
         return JSONResponse({"enabled": True, **done})
 
     return (
-        Route(PATH, answer, methods=["GET"], include_in_schema=False),
-        Route(PATH + "/{verb}", answer, methods=["POST"], include_in_schema=False),
+        Route(path, answer, methods=["GET"], include_in_schema=False),
+        Route(path + "/{verb}", answer, methods=["POST"], include_in_schema=False),
     )
 
 

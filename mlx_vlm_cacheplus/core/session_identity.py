@@ -21,7 +21,6 @@ from .session_table import Request, Salt
 # Client, and the headers that name its session.  Of several names the values are
 # joined; those behind the first may be missing.
 HEADERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("any client", ("x-cacheplus-session",)),
     ("Claude Code", ("x-claude-code-session-id", "x-claude-code-agent-id")),
     ("Qwen Code", ("x-qwen-code-session-id",)),
     ("OpenCode, its own providers", ("x-opencode-session",)),

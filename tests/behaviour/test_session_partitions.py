@@ -16,7 +16,7 @@ MODELS = ["dense", "hybrid"]
 GB = 2**30
 ENOUGH = 8 * GB
 REPLY = "fox yak sun elk owl"
-SESSIONS = "/v1/cacheplus/sessions"
+SESSIONS = "/v1/cache/sessions"
 HEADER = "x-claude-code-session-id"
 
 
