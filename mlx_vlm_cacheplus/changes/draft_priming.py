@@ -28,6 +28,7 @@ class DraftPriming(Change):
     marks = ("mlx_vlm.speculative.draft_priming:prime",)
 
     def apply(self, patcher: Any) -> None:
+        from ..core import batch_drafter
         from ..core import draft_priming as core
 
         def init(original: Any) -> Any:
@@ -40,15 +41,16 @@ class DraftPriming(Change):
         def generate(original: Any) -> Any:
             def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
                 batch = original(self, *args, **kwargs)
-                core.attach(self, batch)
+                batch_drafter.attach(self, batch)
                 return batch
 
             return wrapper
 
         def refresh(original: Any) -> Any:
             def wrapper(self: Any) -> None:
-                core.report_back(self)
+                batch_drafter.report_back(self)
                 original(self)
+                batch_drafter.let_go(self)
 
             return wrapper
 

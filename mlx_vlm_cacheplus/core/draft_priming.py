@@ -28,8 +28,8 @@ Invariants:
 
 from __future__ import annotations
 
-import copy
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,19 +39,7 @@ from mlx_vlm.models.cache import BatchKVCache, KVCache
 from mlx_vlm.speculative.cache_state import iter_leaf_caches
 from mlx_vlm.speculative.utils import speculative_prefill_kwargs
 
-# Lazily built from the weights, so worth keeping on the drafter that is shared.
-SHARED = (
-    "_fused_context_kv_weight",
-    "_hot_token_ids_cache",
-    "_hot_token_ids_cache_key",
-    "_hot_lm_head_cache",
-    "_hot_lm_head_cache_key",
-)
-COUNTERS = (
-    "speculative_total_rounds",
-    "speculative_total_accepted",
-    "speculative_total_drafted",
-)
+from .batch_drafter import own_copy
 
 
 @dataclass
@@ -101,6 +89,8 @@ class LookaheadDrafter:
         def reset(target_model: Any, left_padding: Any = None) -> Any:
             type(drafter).reset(drafter, target_model)
             drafter._cache = _merged([row.cache for row in rows])
+            for row in rows:
+                row.cache = []  # what was merged is not kept twice
             drafter._next_position = (
                 positions[0] if len(rows) == 1 else mx.array(positions, mx.int32)
             )
@@ -188,7 +178,9 @@ class DraftPrimer:
     chunks: tuple[mx.array, ...] = ()
 
     def __init__(self, prompt_batch: Any, family: Any, rows: list[PrimedRow]):
-        self._batch = prompt_batch
+        # Not owned: a batch and its primer that hold each other keep the prompt's
+        # embeddings until the next collection of cycles.
+        self._batch = weakref.ref(prompt_batch)
         self.kind: str = prompt_batch.draft_kind
         self.family = family
         self.rows = rows
@@ -220,7 +212,7 @@ class DraftPrimer:
         return output
 
     def _consume(self, output: Any) -> None:
-        batch = self._batch
+        batch: Any = self._batch()
         states = output.hidden_states
         hidden = states[-1] if self.kind == "mtp" else mx.concatenate(states, axis=-1)
         start = batch._processed_prompt_columns
@@ -278,7 +270,7 @@ def prime(prompt_batch: Any) -> None:
     prompt_batch.draft_reason = reason
     if reason is not None:
         return
-    own = _own_copy(shared)
+    own = own_copy(shared)
     # Bound once here: the copy's embeddings are the target's.
     own.bind(prompt_batch.model)
     restored = prompt_batch._cached_tokens_per_row
@@ -291,30 +283,6 @@ def prime(prompt_batch: Any) -> None:
     prompt_batch._speculative_prefill = DraftPrimer(
         prompt_batch, family(own, kind), rows
     )
-
-
-def attach(prompt_batch: Any, batch: Any) -> None:
-    """Tell a decoding batch whose drafter its own is a copy of."""
-    shared = getattr(prompt_batch, "shared_drafter", None)
-    if shared is not None and getattr(batch, "is_speculative", False):
-        batch.shared_drafter = shared
-        batch.primer = prompt_batch._speculative_prefill
-        _share_back(batch.draft_model, shared)
-
-
-def report_back(batch: Any) -> None:
-    """Add what the batch's own drafter has counted to the drafter that is loaded."""
-    shared = getattr(batch, "shared_drafter", None)
-    if shared is None:
-        return
-    own = batch.draft_model
-    before = batch.__dict__.setdefault("reported", {})
-    for name in COUNTERS:
-        now = getattr(own, name, 0)
-        known = before.get(name, 0)
-        setattr(shared, name, getattr(shared, name, 0) + now - known)
-        before[name] = now
-    _share_back(own, shared)
 
 
 def _family_of(drafter: Any, kind: str) -> tuple[Any, str | None]:
@@ -335,21 +303,6 @@ def takes_ragged_rows(drafter: Any, kind: str) -> bool:
     # A DFlash batch has a cache for each row, an EAGLE3 one is ragged by design.
     ragged = getattr(drafter, "supports_ragged_batch_acceptance", False)
     return kind in ("dflash", "eagle3") or bool(ragged)
-
-
-def _own_copy(shared: Any) -> Any:
-    """A drafter with the same weights and state of its own."""
-    own = copy.copy(shared)
-    own.accept_lens, own.draft_lens = [], []
-    for name in COUNTERS:
-        setattr(own, name, 0)
-    return own
-
-
-def _share_back(own: Any, shared: Any) -> None:
-    for name in SHARED:
-        if getattr(shared, name, None) is None and getattr(own, name, None) is not None:
-            setattr(shared, name, getattr(own, name))
 
 
 def _merged(caches: Sequence[list[Any]]) -> list[Any]:

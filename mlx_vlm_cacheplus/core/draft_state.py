@@ -113,8 +113,11 @@ class DraftView:
         pending = _pending_at(path, hit.length) if self.lookahead else None
         skip = int(self.lookahead)
         entries = hit.length if pending is None else hit.length - 1
-        layers = []
+        layers: list[Any] = []
         parts = [n.payload.companion.spans for n in path if n.start < entries + skip]
+        held = sum(spans[0][0].shape[2] for spans in parts) - skip
+        if held < entries:
+            raise ValueError(f"the drafter's part holds {held} of {entries} entries")
         for sides in zip(*parts, strict=True):
             arrays = tuple(
                 segments.joined(_without(side, skip), entries, capacity)
@@ -157,9 +160,14 @@ class DraftRow:
         """Copy the entries of tokens ``start`` to ``stop``; schedules, does not wait."""
         shift = int(self.view.lookahead)
         first = max(start - shift, 0)
-        if stop - shift <= first:
+        if stop - shift > first:
+            spans = segments.capture_span(self.cache, self.row, first, stop - shift)
+        elif self.cache and not any(entry.empty() for entry in self.cache):
+            # The first token completes no pair; an entry tells what its column is like.
+            spans = segments.capture_span(self.cache, self.row, 0, 1)
+            spans = [tuple(a[..., :0, :] for a in span) for span in spans]
+        else:
             return None
-        spans = segments.capture_span(self.cache, self.row, first, stop - shift)
         if shift and start == 0:
             spans = [tuple(_with_empty_column(a) for a in span) for span in spans]
         pending = None
@@ -249,12 +257,14 @@ def offered_while_read(prompt_batch: Any) -> Iterator[None]:
             ahead.append(row)
         return DraftRow(view, row.cache, 0, row.read, row.last)
 
-    with _offered(coordinator, source):
-        yield
-    for row in ahead:
-        row.entries -= 1
-        for entry in row.cache:
-            entry.trim(1)
+    try:
+        with _offered(coordinator, source):
+            yield
+    finally:
+        for row in ahead:
+            row.entries -= 1
+            for entry in row.cache:
+                entry.trim(1)
 
 
 def attach(prompt_batch: Any, batch: Any) -> None:
@@ -265,13 +275,11 @@ def attach(prompt_batch: Any, batch: Any) -> None:
     if drafted is None or not isinstance(primer, DraftPrimer):
         return
     if getattr(coordinator, "companion", None) is not None:
-        drafted.beside = functools.partial(
-            _offered_while_written, batch, primer, coordinator
-        )
+        drafted.beside = functools.partial(_offered_while_written, primer, coordinator)
 
 
 def _offered_while_written(
-    batch: Any, primer: DraftPrimer, coordinator: Any, row: int, place: int, tokens: int
+    primer: DraftPrimer, coordinator: Any, batch: Any, row: int, place: int, tokens: int
 ) -> Any:
     """Commit what the drafter holds of a row that ends with the row."""
     try:
@@ -293,6 +301,8 @@ def _written_row(
     accepted = batch.drafted.accepted.get(row)
     if accepted is None or not primer.rows[row].whole:
         return None
+    if getattr(batch._rounds_iter, "gi_frame", True) is None:
+        return None  # the loop has ended: rows may have moved since its last round
     if view.lookahead:
         drafter = batch.draft_model
         hidden = getattr(drafter, "verified_hidden", None)
@@ -335,4 +345,5 @@ def _without(parts: Sequence[mx.array], skip: int) -> list[mx.array]:
 
 def _with_empty_column(a: mx.array) -> mx.array:
     """A column of zeros in front, for the token that completes no pair."""
-    return mx.concatenate([mx.zeros_like(a[..., :1, :]), a], axis=2)
+    empty = mx.zeros((*a.shape[:2], 1, a.shape[3]), dtype=a.dtype)
+    return mx.concatenate([empty, a], axis=2)

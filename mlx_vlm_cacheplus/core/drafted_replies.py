@@ -46,8 +46,8 @@ class DraftedRows:
         bonus: the newest token of each row, emitted but not processed.
         round: what the running round has decided: (row, accepted, new tokens).
         accepted: the newest round's accepted draft tokens of each row.
-        beside: entered while a row is committed, with (row, place in the caches,
-            tokens that were processed); for whoever keeps more of a row.
+        beside: entered while a row is committed, with (batch, row, place in the
+            caches, tokens that were processed); for whoever keeps more of a row.
     """
 
     def __init__(self, uids: Sequence[int], rows: dict[int, OutputRow]):
@@ -57,7 +57,7 @@ class DraftedRows:
         self.bonus: dict[int, int] = {}
         self.round: list[tuple[int, int, list[int]]] | None = None
         self.accepted: dict[int, int] = {}
-        self.beside: Callable[[int, int, int], Any] = _alone
+        self.beside: Callable[[Any, int, int, int], Any] = _alone
 
     def forget(self, reason: str) -> None:
         """Keep nothing of this batch."""
@@ -72,7 +72,7 @@ def current_batch() -> Any:
     return getattr(_current, "batch", None)
 
 
-def _alone(row: int, place: int, tokens: int) -> Any:
+def _alone(batch: Any, row: int, place: int, tokens: int) -> Any:
     return contextlib.nullcontext()
 
 
@@ -195,7 +195,7 @@ def commit_drafted_rows(batch: Any) -> None:
             ledger = drafted.rows.pop(uid)
             if row in in_cache:
                 place = in_cache.index(row)
-                with drafted.beside(row, place, len(ledger.ids)):
+                with drafted.beside(batch, row, place, len(ledger.ids)):
                     commit_row(ledger, batch.prompt_cache, place)
             else:
                 ledger.reason = "its row has left the caches"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -9,6 +11,7 @@ import pytest
 from mlx_vlm.models.cache import BatchKVCache, KVCache
 from mlx_vlm.speculative.drafters.mtp_base import AutoregressiveMTPDraftModel
 
+from mlx_vlm_cacheplus.core import batch_drafter
 from mlx_vlm_cacheplus.core import draft_priming as core
 
 PAD = 99
@@ -68,6 +71,10 @@ class Assistant:
     """Reads the target's cache."""
 
 
+class Batch(SimpleNamespace):
+    """What a batch needs to have; can be referred to weakly, as stock's can."""
+
+
 def prompt_batch(drafter, kind, rows, *, left=False, prefixes=None):
     """What stock's constructor leaves: padded ids of rows, on one side."""
     longest = max(map(len, rows))
@@ -76,7 +83,7 @@ def prompt_batch(drafter, kind, rows, *, left=False, prefixes=None):
         [PAD] * pad + row if left else row + [PAD] * pad
         for row, pad in zip(rows, pads, strict=True)
     ]
-    batch = SimpleNamespace(
+    batch = Batch(
         model=object(),
         draft_model=drafter,
         draft_kind=kind,
@@ -203,10 +210,10 @@ def test_counts_are_added_to_the_loaded_drafter():
     loaded.speculative_total_drafted = 5
     batch = prompt_batch(loaded, "mtp", [[11, 12]])
     decoding = SimpleNamespace(is_speculative=True, draft_model=batch.draft_model)
-    core.attach(batch, decoding)
+    batch_drafter.attach(batch, decoding)
     for _ in range(2):
         batch.draft_model.speculative_total_drafted += 3
-        core.report_back(decoding)
+        batch_drafter.report_back(decoding)
     assert loaded.speculative_total_drafted == 11
 
 
@@ -229,3 +236,25 @@ def test_rows_of_a_drafter_with_one_position_are_left_to_stock():
     batch = prompt_batch(drafter, "mtp", [[11, 12], [21]])
     assert batch.draft_model is drafter
     assert "rows of different lengths" in batch.draft_reason
+
+
+@pytest.mark.parametrize(("drafter", "kind"), [(Mtp(), "mtp"), (Context(), "dflash")])
+def test_nothing_of_a_batch_outlives_it(drafter, kind):
+    """Without the collection of cycles: arrays do not count for it."""
+    gc.collect()
+    gc.disable()
+    try:
+        batch = prompt_batch(drafter, kind, [[11, 12, 13], [21, 22]])
+        read(batch, 2)
+        batch.draft_model.reset(None)
+        decoding = SimpleNamespace(
+            is_speculative=True, draft_model=batch.draft_model, uids=[]
+        )
+        batch_drafter.attach(batch, decoding)
+        own = weakref.ref(batch.draft_model)
+        prompt = weakref.ref(batch._speculative_prefill)
+        batch_drafter.let_go(decoding)
+        del batch, decoding
+        assert own() is None and prompt() is None
+    finally:
+        gc.enable()

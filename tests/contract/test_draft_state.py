@@ -129,6 +129,27 @@ def test_what_was_written_without_a_drafter_is_read_again_once():
     assert session.turn([1, 2, 0, 1, 2, 2]) == 5
 
 
+def test_prompts_that_share_one_token_are_filled_in_as_well():
+    session = Session(LAYOUTS["dense"], True)
+    prompts = [[1, 2, 0, 1], [1, 0, 0, 2]]
+    for ids in prompts:
+        assert session.cache.commit(ids, 0, session.layout.row(ids), 0)
+    for ids in prompts:
+        assert session.turn([*ids, 2]) == 0
+    for ids in prompts:
+        assert session.turn([*ids, 2, 0]) == 5
+
+
+def test_a_part_that_is_too_short_is_no_silent_zero():
+    session = Session(LAYOUTS["dense"], True)
+    session.turn([1, 2, 0, 1])
+    hit = session.cache.find([1, 2, 0, 1, 2], 0, always, session.view)
+    hit.node.payload.companion.pending = None
+    with pytest.raises(ValueError, match="of 4 entries"):
+        session.view.restore(hit, 8)
+    hit.release()
+
+
 def test_another_drafter_does_not_take_the_part_of_the_first():
     session = Session(LAYOUTS["dense"], True)
     session.turn([1, 2, 0, 1])

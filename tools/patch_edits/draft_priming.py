@@ -5,14 +5,15 @@ from tools.patch_tree import AnyEdit, after, before
 AR = "mlx_vlm/generate/ar.py"
 
 CORE = {
-    "mlx_vlm_cacheplus/core/draft_priming.py": "mlx_vlm/speculative/draft_priming.py"
+    "mlx_vlm_cacheplus/core/batch_drafter.py": "mlx_vlm/speculative/batch_drafter.py",
+    "mlx_vlm_cacheplus/core/draft_priming.py": "mlx_vlm/speculative/draft_priming.py",
 }
 
 EDITS: list[AnyEdit] = [
     before(
         AR,
         "from ..speculative.utils import",
-        "from ..speculative import draft_priming\n",
+        "from ..speculative import batch_drafter, draft_priming\n",
     ),
     after(
         AR,
@@ -25,13 +26,19 @@ EDITS: list[AnyEdit] = [
     before(
         AR,
         "        self.uids = []\n        self.prompt_cache = []\n",
-        "        draft_priming.attach(self, gen_batch)\n",
+        "        batch_drafter.attach(self, gen_batch)\n",
         within="PromptProcessingBatch.generate",
     ),
     before(
         AR,
         "        commit_drafted_rows(self)\n",
-        "        draft_priming.report_back(self)\n",
+        "        batch_drafter.report_back(self)\n",
+        within="SpeculativeGenerationBatch._refresh_uids",
+    ),
+    after(
+        AR,
+        "        if not self.uids:\n            self._release()\n",
+        "            batch_drafter.let_go(self)\n",
         within="SpeculativeGenerationBatch._refresh_uids",
     ),
 ]

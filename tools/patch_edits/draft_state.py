@@ -26,9 +26,19 @@ EDITS: list[AnyEdit] = [
     ),
     Edit(
         AR,
-        "            return self._prompt_step()\n",
-        "            with draft_state.offered_while_read(self):\n"
-        "                return self._prompt_step()\n",
+        "        try:\n"
+        "            return self._prompt_step()\n"
+        "        except Exception:\n"
+        "            for index in range(len(self.uids)):\n"
+        "                keep_prefilled(self, index, with_state=False)\n"
+        "            raise\n",
+        "        with draft_state.offered_while_read(self):\n"
+        "            try:\n"
+        "                return self._prompt_step()\n"
+        "            except Exception:\n"
+        "                for index in range(len(self.uids)):\n"
+        "                    keep_prefilled(self, index, with_state=False)\n"
+        "                raise\n",
         within="PromptProcessingBatch.prompt_step",
     ),
     after(
