@@ -36,7 +36,7 @@ LEG_SECONDS = 1200
 # Unless all is asked for, a leg runs so many tests of each file, evenly spread: fewer
 # where it shows the same of every test (that it fails without its change, or that a
 # patched tree takes no second change).
-SAMPLES = {"S": 4, "P": 10, "M": 16, "PM": 4, "R": 4}
+SAMPLES = {"S": 3, "P": 6, "M": 10, "PM": 3, "R": 3}
 TEST_SECONDS = 120
 COUNTS = ("passed", "failed", "xfailed", "xpassed", "errors", "deselected", "skipped")
 
