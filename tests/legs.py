@@ -9,7 +9,11 @@
 
 CACHEPLUS_LEG names the leg (default M).  CACHEPLUS_UPTO, in P and PM, names the
 last patch of the series that the tree has: tests of later changes are
-deselected.  ``tools/run_legs.py`` sets all of it and prints the table.
+deselected.  CACHEPLUS_OFF, in M, names one change that is not applied, nor are those
+that require it: a test that names it must fail as in S, so that no other change
+passes it; tests of the changes that go with it are deselected.  CACHEPLUS_ONLY
+deselects what does not name that change.  ``tools/run_legs.py`` sets all of it and
+prints the table.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,16 +92,26 @@ class Leg:
     tree: str
     plugin: str
     upto: str | None = None
+    # The change that is left out, and all that are out because of it.
+    off: str | None = None
+    out: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def fails_marked(self) -> bool:
-        """Whether a test that names a change must fail."""
-        return self.name in ("S", "R")
+    def must_fail(self, names: Sequence[str]) -> bool:
+        """Whether a test that names these changes must fail."""
+        return bool(names) and (self.name in ("S", "R") or self.off in names)
+
+    def can_run(self, names: Sequence[str]) -> bool:
+        """Whether all that a test names is in effect."""
+        applied = self.applied()
+        return self.out.isdisjoint(names) and (
+            applied is None or set(names) <= set(applied)
+        )
 
     def describe(self) -> str:
         """Return one line for the report header."""
         upto = f", patches up to {self.upto}" if self.upto else ""
+        upto += f", without {', '.join(sorted(self.out))}" if self.off else ""
         notes = "".join(f"; {note}" for note in self.notes)
         return f"{self.name} ({self.tree} tree, plugin {self.plugin}{upto}){notes}"
 
@@ -112,7 +126,7 @@ class Leg:
 
     def expect(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         """Mark or deselect the collected behaviour tests for this leg."""
-        applied = self.applied()
+        only = os.environ.get("CACHEPLUS_ONLY")
         dropped = []
         for item in items:
             names = changes_of(item)
@@ -121,9 +135,12 @@ class Leg:
                     f"{item.nodeid} names no change: mark it "
                     '@pytest.mark.change("<name>") or @pytest.mark.guard'
                 )
-            if names and self.fails_marked:
-                item.add_marker(_must_fail(self.name, names))
-            elif applied is not None and not set(names) <= set(applied):
+            if only and only not in names:
+                dropped.append(item)
+            elif self.must_fail(names):
+                missing = [self.off] if self.off else names
+                item.add_marker(_must_fail(self.name, missing))
+            elif not self.can_run(names):
                 dropped.append(item)
         if dropped:
             config.hook.pytest_deselected(items=dropped)
@@ -144,7 +161,7 @@ def _must_fail(leg: str, names: Sequence[str]) -> pytest.MarkDecorator:
         strict=True,
         raises=EXPECTED_FAILURE,
         reason=f"leg {leg}: without {', '.join(names)} this must fail; "
-        "if it passes, the change is already upstream, or the test shows nothing",
+        "if it passes, upstream or another change gives it, or the test shows nothing",
     )
 
 
@@ -152,6 +169,8 @@ def enter(name: str | None = None) -> Leg:
     """Bring the process into its leg.  Call before anything imports mlx_vlm."""
     name = name or os.environ.get("CACHEPLUS_LEG") or "M"
     upto = os.environ.get("CACHEPLUS_UPTO") or None
+    if os.environ.get("CACHEPLUS_OFF") and name != "M":
+        raise pytest.UsageError(f"CACHEPLUS_OFF is for leg M, and this is {name}")
     makers = {
         "S": _enter_stock,
         "P": _enter_patched,
@@ -225,13 +244,35 @@ def _enter_patched(upto: str | None) -> Leg:
     return Leg("P", "patched", "not imported", upto)
 
 
+def with_dependents(name: str, requires: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Return a change and all that require it, at any distance."""
+    if name not in requires:
+        raise pytest.UsageError(f"CACHEPLUS_OFF={name}: one of {', '.join(requires)}")
+    out = {name}
+    while more := {n for n, needs in requires.items() if out & set(needs)} - out:
+        out |= more
+    return frozenset(out)
+
+
 def _enter_plugin(upto: str | None) -> Leg:
     _require_tree("M", patched=False)
-    report = _plugin().activate()
-    wrong = [f.line() for f in report.findings if str(f.state) != "applied"]
+    off = os.environ.get("CACHEPLUS_OFF") or None
+    plugin, out, names = _plugin(), frozenset[str](), None
+    if off is not None:
+        plugins = importlib.import_module(f"{PLUGIN}.plugins")
+        requires = {change.name: change.requires for change in plugins.all_changes()}
+        out = with_dependents(off, requires)
+        names = [name for name in requires if name not in out]
+    report = plugin.activate(names)
+    wrong = [
+        finding.line()
+        for finding in report.findings
+        if str(finding.state) != ("off" if finding.name in out else "applied")
+    ]
     if wrong:
-        raise pytest.UsageError("leg M: not applied: " + "; ".join(wrong))
-    return Leg("M", "stock", "on", notes=[f"applied {len(report.findings)}"])
+        raise pytest.UsageError("leg M: not as it must be: " + "; ".join(wrong))
+    note = f"applied {len(report.findings) - len(out)}"
+    return Leg("M", "stock", "on", off=off, out=out, notes=[note])
 
 
 def _patched_changes() -> list[str]:

@@ -3,6 +3,8 @@
     python tools/run_legs.py                    all five legs
     python tools/run_legs.py --legs S,M         some of them
     python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests
+    python tools/run_legs.py --each-off         also: leg M without each change, which its tests must notice
+    python tools/run_legs.py --legs "" --off NAME,NAME      those alone
     python tools/run_legs.py -- -k cancel       arguments behind -- go to pytest
 
 What a leg is stands in tests/legs.py.
@@ -60,7 +62,7 @@ class Outcome:
         """Return the line of the table."""
         numbers = "".join(f"{self.counts.get(name, 0):>11}" for name in COUNTS)
         verdict = "ok" if self.is_good else f"FAILED (exit {self.code})"
-        return f"{self.label:<26}{numbers}{self.seconds:>9.1f} s  {verdict}"
+        return f"{self.label:<30}{numbers}{self.seconds:>9.1f} s  {verdict}"
 
 
 class NoTree(Exception):
@@ -125,7 +127,8 @@ def _counts(output: str) -> dict[str, int]:
 def leg_environment(leg: str, tree: Path | None, upto: str | None) -> dict[str, str]:
     """Return the variables that bring a process into its leg."""
     env = {"CACHEPLUS_LEG": leg, "CACHEPLUS_UPTO": upto or ""}
-    # Another switch in the caller's environment must not decide.
+    # Other switches in the caller's environment must not decide.
+    env |= {"CACHEPLUS_OFF": "", "CACHEPLUS_ONLY": ""}
     env["MLX_VLM_CACHEPLUS"] = "" if leg in ("M", "PM", "R") else "0"
     paths = [str(tree)] if tree is not None else []
     env["PYTHONPATH"] = os.pathsep.join([*paths, str(ROOT)])
@@ -151,6 +154,14 @@ def run_leg(
     env = leg_environment(leg, tree, upto)
     env["CACHEPLUS_SAMPLE"] = str(SAMPLES[leg]) if sample else ""
     return run(label, ["tests/behaviour", *arguments], env)
+
+
+def run_without(name: str, extra: list[str]) -> Outcome:
+    """Run all tests that name a change with everything on but that change."""
+    env = leg_environment("M", None, None)
+    env |= {"CACHEPLUS_OFF": name, "CACHEPLUS_ONLY": name, "CACHEPLUS_SAMPLE": ""}
+    arguments = ["-q", "-rfEX", "--timeout", str(TEST_SECONDS), *extra]
+    return run(f"M without {name}", ["tests/behaviour", *arguments], env)
 
 
 def run_patch_tests(name: str, trees: Path) -> Outcome:
@@ -179,6 +190,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--each-patch", action="store_true", help="and each patch by itself"
     )
+    parser.add_argument(
+        "--each-off", action="store_true", help="and leg M without each change"
+    )
+    parser.add_argument("--off", default="", help="and leg M without these changes")
     parser.add_argument("--whole", action="store_true", help="every test in every leg")
     parser.add_argument(
         "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="at once"
@@ -204,9 +219,12 @@ def main(arguments: list[str] | None = None) -> int:
             for name in series():
                 tasks.append(partial(run_patch_tests, name, trees))
                 tasks.append(partial(run_leg, "P", trees, extra, name))
+        # A change without behaviour tests fails there: pytest has nothing to run.
+        off = series() if options.each_off else options.off.split(",")
+        tasks += [partial(run_without, name, extra) for name in off if name]
         with ThreadPoolExecutor(options.jobs) as pool:
             outcomes = list(pool.map(lambda task: _told(task()), tasks))
-    print(f"{'leg':<26}" + "".join(f"{name:>11}" for name in COUNTS))
+    print(f"{'leg':<30}" + "".join(f"{name:>11}" for name in COUNTS))
     print("\n".join(outcome.row() for outcome in outcomes))
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
 

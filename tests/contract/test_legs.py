@@ -1,0 +1,121 @@
+"""What a leg expects of each test: above all, with one change left out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests import legs
+from tests.legs import Leg, with_dependents
+from tools.run_legs import leg_environment
+
+REQUIRES = {
+    "rows": (),
+    "tree": ("rows",),
+    "drafts": (),
+    "state": ("drafts", "tree"),
+    "record": (),
+}
+
+
+class Item:
+    """A collected test that names some changes, or none: then it is a guard."""
+
+    def __init__(self, *names: str):
+        self.nodeid = f"test of {names}"
+        self.names = names
+        self.added: list[pytest.MarkDecorator] = []
+
+    def get_closest_marker(self, name: str) -> object:
+        return None if self.names else object()
+
+    def iter_markers(self, name: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(args=self.names)]
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        self.added.append(marker)
+
+    @property
+    def must_fail(self) -> bool:
+        return any(
+            m.mark.name == "xfail"
+            and m.mark.kwargs["strict"]
+            and m.mark.kwargs["raises"] is AssertionError
+            for m in self.added
+        )
+
+
+class Config:
+    """As much of pytest's as ``expect`` needs."""
+
+    def __init__(self, items: list[Item]):
+        self.stash = pytest.Stash()
+        self.stash[legs._ITEMS] = items  # type: ignore[assignment]
+        self.left: list[Item] = []
+        self.hook = self
+
+    def pytest_deselected(self, items: list[Item]) -> None:
+        self.left += items
+
+
+def outcomes(leg: Leg, *tests: tuple[str, ...]) -> list[str]:
+    """What each test must do: fail, pass, or not run."""
+    items = [Item(*names) for names in tests]
+    config = Config(list(items))
+    leg.expect(config, items)  # type: ignore[arg-type]
+    kept = config.stash[legs._ITEMS]
+    assert [i for i in items if i not in config.left] == kept
+    words = {True: "fail", False: "pass"}
+    return [words[i.must_fail] if i in kept else "not run" for i in items]
+
+
+@pytest.mark.parametrize(
+    ("name", "out"),
+    [
+        ("record", {"record"}),
+        ("drafts", {"drafts", "state"}),
+        ("rows", {"rows", "tree", "state"}),
+    ],
+)
+def test_what_requires_a_change_goes_with_it_at_any_distance(name, out):
+    assert with_dependents(name, REQUIRES) == out
+
+
+def test_a_change_that_nobody_knows_is_refused():
+    with pytest.raises(pytest.UsageError, match="nobody"):
+        with_dependents("nobody", REQUIRES)
+
+
+TESTS = [("tree",), ("state",), ("rows",), ("tree", "drafts"), ("rows", "state"), ()]
+
+
+@pytest.mark.parametrize("only, other", [("", "pass"), ("tree", "not run")])
+def test_without_one_change_its_tests_must_fail(monkeypatch, only, other):
+    monkeypatch.setenv("CACHEPLUS_ONLY", only)
+    out = with_dependents("tree", REQUIRES)
+    leg = Leg("M", "stock", "on", off="tree", out=out)
+    expected = ["fail", "not run", other, "fail", "not run", other]
+    assert outcomes(leg, *TESTS) == expected
+    assert "without state, tree" in leg.describe()
+
+
+@pytest.mark.parametrize("name", ["S", "R"])
+def test_without_all_every_test_but_a_guard_must_fail(name):
+    leg = Leg(name, "stock", "off")
+    assert outcomes(leg, *TESTS) == ["fail"] * 5 + ["pass"]
+
+
+def test_with_all_every_test_must_pass():
+    assert outcomes(Leg("M", "stock", "on"), *TESTS) == ["pass"] * 6
+
+
+def test_one_change_is_left_out_in_leg_m_alone(monkeypatch):
+    monkeypatch.setenv("CACHEPLUS_OFF", "segment-tree")
+    with pytest.raises(pytest.UsageError, match="leg M"):
+        legs.enter("S")
+
+
+def test_what_the_caller_has_set_does_not_decide():
+    env = leg_environment("M", None, None)
+    assert env["CACHEPLUS_OFF"] == env["CACHEPLUS_ONLY"] == ""
