@@ -159,7 +159,9 @@ def test_caches_are_those_without_a_drafter(drafted, make_server, monkeypatch):
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(batch, "generate", noted)
-    for server in (make_server("hybrid", **SETTINGS), drafted()):
+    # One after the other: the process has one server.
+    for make in (lambda: make_server("hybrid", **SETTINGS), drafted):
+        server = make()
         for messages in (ASK, [*ASK, user("again")]):
             reply = server.chat(**asking("repetition", messages, 4))
         assert reply.cached_tokens > 0
