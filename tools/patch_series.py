@@ -49,11 +49,6 @@ class Step:
         """The patch file's name."""
         return f"{self.change.name}.patch"
 
-    @property
-    def test_files(self) -> list[str]:
-        """The upstream test files that this patch brings."""
-        return [path for path in self.after if path.startswith("mlx_vlm/tests/")]
-
 
 def edits_of(change: Change) -> ModuleType:
     """Return the data module of a change's edits."""
@@ -126,8 +121,9 @@ def _add_test(change: Change, tree: Tree) -> None:
             f"{change.name} brings no test: write {TESTS}/{name}, with tiny random "
             "models built in the test"
         )
-    text = source.read_text(encoding="utf-8")
-    tree.write(f"mlx_vlm/tests/{name}", formatted(text))
+    for file in (name, *getattr(edits_of(change), "TEST_FIXTURES", ())):
+        text = (ROOT / TESTS / file).read_text(encoding="utf-8")
+        tree.write(f"mlx_vlm/tests/{file}", formatted(text))
 
 
 # -- text ------------------------------------------------------------------------

@@ -79,6 +79,7 @@ def _apply_to_server(patcher: Any) -> None:
 
     from ..core import session_admin, session_identity
     from ..plugins import identify_session
+    from ..reports.tracker import forget_all
 
     def salt(original: Any) -> Any:
         def wrapper(*, tenant: Any = None, **kwargs: Any) -> int:
@@ -93,10 +94,12 @@ def _apply_to_server(patcher: Any) -> None:
         session_identity.RequestsNameTheirSession, identify=identify_session
     )
     patcher.set_within(APP, "app", "user_middleware", [*app.user_middleware, naming])
+    # Upstream's place, and the one where the plugin's other endpoints are.
+    paths = (session_admin.PATH, "/v1/cacheplus/sessions")
     routes = [
-        *session_admin.make_routes(server),
-        # Beside the report, where the plugin's own endpoints are.
-        *session_admin.make_routes(server, path="/v1/cacheplus/sessions"),
+        route
+        for path in paths
+        for route in session_admin.make_routes(server, [forget_all], path)
     ]
     patcher.set_within(APP, "app", "router.routes", [*app.router.routes, *routes])
 

@@ -7,10 +7,9 @@ import json
 import os
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from typing import Any
+
+import httpx
 
 PATH = "/v1/cacheplus/sessions"
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -65,38 +64,33 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> dict[str, Any]:
-    url, data = options.url.rstrip("/") + PATH, None
-    if options.action != "sessions":
-        url += f"/{options.action}"
-        fields = (
-            {"scope": options.scope}
-            if options.action == "reset"
-            else {"session": options.session}
-        )
-        data = json.dumps(fields).encode()
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise Unanswered(f"{options.url} is no http address")
-    request = urllib.request.Request(url, data=data)
-    request.add_header("Content-Type", "application/json")
+    url, headers = options.url.rstrip("/") + PATH, {}
     if options.key:
-        request.add_header("Authorization", f"Bearer {options.key}")
+        headers["Authorization"] = f"Bearer {options.key}"
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            found = json.load(answer)
-    except urllib.error.HTTPError as problem:
-        raise Unanswered(_reason(problem)) from None
-    except (OSError, ValueError) as problem:
+        with httpx.Client(headers=headers, timeout=SECONDS) as http:
+            if options.action == "sessions":
+                answer = http.get(url)
+            elif options.action == "reset":
+                answer = http.post(f"{url}/reset", json={"scope": options.scope})
+            else:
+                answer = http.post(
+                    f"{url}/{options.action}", json={"session": options.session}
+                )
+    except (httpx.HTTPError, httpx.InvalidURL) as problem:
         raise Unanswered(f"no answer from {options.url}: {problem}") from None
-    if not found.get("enabled"):
+    try:
+        found: dict[str, Any] = answer.json()
+        if answer.is_error:
+            raise Unanswered(f"{answer.status_code}: {found['detail']}")
+        enabled = found.get("enabled")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Unanswered(
+            f"{answer.status_code}: is it a server with session-partitions?"
+        ) from None
+    if not enabled:
         raise Unanswered("the server keeps no sessions: its prefix cache is off")
     return found
-
-
-def _reason(problem: urllib.error.HTTPError) -> str:
-    try:
-        return f"{problem.code}: {json.load(problem)['detail']}"
-    except (ValueError, KeyError, TypeError):
-        return f"{problem.code}: is it a server with session-partitions?"
 
 
 def _print_sessions(answer: dict[str, Any]) -> None:

@@ -48,7 +48,6 @@ def attach(prompt_batch: Any, batch: Any) -> None:
     shared = getattr(prompt_batch, "shared_drafter", None)
     if shared is not None and getattr(batch, "is_speculative", False):
         batch.shared_drafter = shared
-        batch.primer = prompt_batch._speculative_prefill
         _share_back(batch.draft_model, shared)
 
 
@@ -81,7 +80,6 @@ def let_go(batch: Any) -> None:
     own.verified_hidden = None
     if hasattr(own, "_cache"):
         own._cache = []
-    batch.primer = None
 
 
 def _share_back(own: Any, shared: Any) -> None:

@@ -15,10 +15,12 @@ Two things can go wrong between a client and its row.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RowUid(int):
@@ -99,18 +101,13 @@ def belongs_to_request(reply: Any) -> None:
         replies.add(reply)
 
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-
 class RepliesEndWithTheirRequest:
     """ASGI middleware: no reply goes on after the HTTP request that asked for it."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]):
+    def __init__(self, app: ASGIApp):
         self.app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

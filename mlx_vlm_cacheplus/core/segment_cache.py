@@ -181,13 +181,13 @@ class SegmentCache:
             found = tree.match(ids)
             lease = Lease(found.nodes[-1]) if found.nodes else None
             try:
+                state = segments.state_nbytes(prompt_cache) if with_state else 0
                 size = functools.partial(_span_nbytes, prompt_cache, companion)
-                added = size(len(ids) - found.length)
-                added += segments.state_nbytes(prompt_cache) if with_state else 0
+                whole = size(len(ids)) + state
+                added = size(len(ids) - found.length) + state
                 with self.policy.wants(salt, found, added):
-                    room = self._room_for(
-                        tree, ids, found, size, prompt_cache, with_state
-                    )
+                    leaving = found.nodes if with_state else ()
+                    room = self._room_for(tree, whole, added, leaving, len(ids))
                 if not room:
                     self.refusals += 1
                     return False
@@ -310,23 +310,24 @@ class SegmentCache:
     def _room_for(
         self,
         tree: SegmentTree,
-        ids: Sequence[int],
-        found: Match,
-        span_nbytes: Callable[[int], int],
-        prompt_cache: Sequence[Any],
-        with_state: bool,
+        whole: int,
+        added: int,
+        path: Sequence[Node],
+        stop: int,
     ) -> bool:
-        """Make room for the new part of ``ids``; False, and nobody evicted, if the
-        whole path with one end state would not fit the budget."""
-        state = segments.state_nbytes(prompt_cache) if with_state else 0
-        if span_nbytes(len(ids)) + state > self.max_bytes:
+        """Make room for ``added`` bytes; False, and nobody evicted, if the ``whole``
+        path with one end state would not fit the budget.
+
+        Args:
+            path: nodes whose own states a new one, at ``stop`` tokens, follows.
+        """
+        if whole > self.max_bytes:
             return False
-        added = span_nbytes(len(ids) - found.length) + state
         if self._make_room(added):
             return True
-        # All that is left to go are the path's own states, which the new one follows.
-        for node in found.nodes if with_state else ():
-            if node.payload.states is not None and node.end < len(ids):
+        # All that is left to go are the path's own states.
+        for node in path:
+            if node.payload.states is not None and node.end < stop:
                 tree.update(node, lambda segment: segment.set_states(None))
                 if self._make_room(added):
                     return True

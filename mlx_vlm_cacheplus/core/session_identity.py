@@ -12,9 +12,12 @@ asks.  So no code between the server and the cache needs to know of sessions.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .session_table import Request, Salt
 
@@ -51,7 +54,7 @@ def identify(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
     """The name of a request's session, or None where its sender gives none.
 
     Args:
-        headers: by lower-case name.
+        headers: by name, in any case.
         body: the decoded request; read only where no header answers.
     """
     for _, names in HEADERS:
@@ -133,29 +136,18 @@ def salted(salt: int, tenant: str | None) -> int:
     return Salt.of(salt, Request(sender.name(), tenant))
 
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-
 class RequestsNameTheirSession:
     """ASGI middleware: what a request says of its session is known while it is served."""
 
-    def __init__(
-        self, app: Callable[..., Awaitable[None]], identify: Identify = identify
-    ):
+    def __init__(self, app: ASGIApp, identify: Identify = identify):
         self.app = app
         self.identify = identify
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
         body = Body()
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in scope["headers"]
-        }
 
         async def receive_noted() -> Message:
             message = await receive()
@@ -163,7 +155,7 @@ class RequestsNameTheirSession:
                 body.add(message.get("body", b""))
             return message
 
-        token = _sender.set(Sender(headers, body, self.identify))
+        token = _sender.set(Sender(Headers(scope=scope), body, self.identify))
         try:
             await self.app(scope, receive_noted, send)
         finally:

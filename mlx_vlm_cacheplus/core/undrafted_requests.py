@@ -54,7 +54,9 @@ def note_rows(server: Any, batch_gen: Any, active: dict[int, dict]) -> None:
         server: the response generator; its ``top_logprobs_k`` is read.
         active: requests in flight by uid, with ``logprobs`` where they ask for them.
     """
-    if getattr(batch_gen, "draft_model", None) is None:
+    if getattr(batch_gen, "draft_model", None) is None or not (
+        batch_gen.has_pending_prompts or _undrafted(batch_gen)
+    ):
         return
     batch_gen.logprob_rows = {
         uid: server.top_logprobs_k
@@ -74,7 +76,10 @@ def rows_of_one_kind(generator: Any) -> Iterator[None]:
         generator: a batch generator about to take a step.  Its queue is put in another
             order where rows of both kinds wait.
     """
-    if getattr(generator, "draft_model", None) is None:
+    if getattr(generator, "draft_model", None) is None or not (
+        generator.has_pending_prompts
+    ):
+        # Nothing is admitted, so nothing is decided: rows decode as they are.
         yield
         return
     kept = {name: getattr(generator, name) for name in SETTINGS}

@@ -25,6 +25,16 @@ from .record import Drafter, Finish, ReuseRecord
 logger = logging.getLogger("mlx_vlm.server.cacheplus")
 
 
+# Every tracker of this process, for whoever resets all.
+_trackers: weakref.WeakSet[Tracker] = weakref.WeakSet()
+
+
+def forget_all() -> None:
+    """Forget the token ids of earlier requests; counts and records hold none and stay."""
+    for tracker in list(_trackers):
+        tracker.forget()
+
+
 class Tracker:
     """Owns the history and the flights; hands finished records to the ledger."""
 
@@ -35,6 +45,12 @@ class Tracker:
         self._local = threading.local()
         # (thread of the batch generator, uid) of requests whose clients have gone.
         self._cancelled: set[tuple[int | None, int]] = set()
+        _trackers.add(self)
+
+    def forget(self) -> None:
+        """Forget the token ids of earlier requests; called on any thread."""
+        with self._lock:
+            self.history.clear()
 
     @property
     def flights(self) -> dict[int, Flight]:

@@ -1,139 +1,16 @@
 """A reply that was written with a draft model enters the prefix cache, wherever it ends."""
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
-from mlx_vlm.apc import APCManager
-from mlx_vlm.generate.ar import BatchGenerator
-from mlx_vlm.models import qwen3_5_text
-from mlx_vlm.speculative.drafters import eagle3, qwen3_5_mtp, qwen3_dflash
-
-HYBRID = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "full_attention_interval": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 96,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "type": "default",
-        "mrope_section": [1, 1, 0],
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25,
-    },
-}
-LAYER = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-}
-DRAFTERS = {
-    "mtp": (
-        qwen3_5_mtp,
-        {
-            "model_type": "qwen3_5_mtp",
-            "text_config": {**HYBRID, "mtp_num_hidden_layers": 1},
-        },
-    ),
-    "eagle3": (
-        eagle3,
-        {
-            "model_type": "eagle3",
-            "transformer_layer_config": LAYER,
-            "draft_vocab_size": 96,
-            "target_layer_ids": [1, 2, 3],
-        },
-    ),
-    "dflash": (
-        qwen3_dflash,
-        {
-            **LAYER,
-            "model_type": "qwen3",
-            "mask_token_id": 1,
-            "target_layer_ids": [0, 2],
-            "num_target_layers": 4,
-        },
-    ),
-}
-BLOCK = 4
-
-
-class StopAt:
-    def __init__(self, *tokens):
-        self.tokens = tokens
-
-    def add_eos_token_ids(self, ids):
-        pass
-
-    def __call__(self, token):
-        return token in self.tokens
-
-
-class Run:
-    """One generator, what its rows have said, and which of them have ended."""
-
-    def __init__(self, model, manager, stop=(), **drafting):
-        self.generator = BatchGenerator(
-            model.language_model,
-            SimpleNamespace(stopping_criteria=StopAt(*stop)),
-            apc_manager=manager,
-            prefill_step_size=16,
-            greedy_sampling=True,
-            **drafting,
-        )
-        self.model = model
-        self.said, self.cached, self.ended = {}, {}, set()
-
-    def insert(self, prompts, max_tokens=8):
-        kwargs = [
-            {
-                **{
-                    key: value
-                    for key, value in self.model.get_input_embeddings(
-                        mx.array([prompt])
-                    )
-                    .to_dict()
-                    .items()
-                    if value is not None
-                },
-                "_apc_semantic_hash": 1,
-            }
-            for prompt in prompts
-        ]
-        return self.generator.insert(
-            prompts, max_tokens=max_tokens, prompt_kwargs=kwargs
-        )
-
-    def step(self):
-        progress, responses = self.generator.next()
-        self.cached.update({p.uid: p.cached_tokens for p in progress})
-        for response in responses:
-            if response.token is not None:
-                self.said.setdefault(response.uid, []).append(response.token)
-            if response.finish_reason is not None:
-                self.ended.add(response.uid)
-
-    def drain(self):
-        while self.generator.has_work:
-            self.step()
-        return self.said
+from mlx_vlm.tests.drafting_fixtures import (
+    BLOCK,
+    DRAFTERS,
+    Run,
+    build_drafter,
+    build_target,
+    make_manager,
+    prompt_of,
+)
 
 
 class Oracle:
@@ -179,29 +56,15 @@ class Oracle:
         return tokens
 
 
-def build(module, config):
-    """A random model; wide weights, so that greedy text varies."""
-    mx.random.seed(0)
-    model = module.Model(module.ModelConfig.from_dict(config))
-    model.update(tree_map(lambda w: w * 3 if w.ndim > 1 else w, model.parameters()))
-    mx.eval(model.parameters())
-    return model
-
-
-def prompt_of(length, seed):
-    return [(7 * i * i + 3 * i + 11 * seed) % 90 + 2 for i in range(length)]
-
-
 def reply_of(model, prompt, count):
-    run = Run(model, None)
+    run = Run(model)
     run.insert([prompt], max_tokens=count)
     return run.drain()[0]
 
 
 def drafted_run(model, manager, kind, prompts, max_tokens, stop=(), wrong_every=0):
     """A run whose drafter knows the replies; (run, uids, the replies undrafted)."""
-    module, config = DRAFTERS[kind]
-    oracle = Oracle(build(module, {**config, "block_size": BLOCK}), wrong_every)
+    oracle = Oracle(build_drafter(kind), wrong_every)
     plans = [reply_of(model, prompt, max(max_tokens)) for prompt in prompts]
     run = Run(
         model,
@@ -223,14 +86,12 @@ def kind(request):
 
 @pytest.fixture
 def model():
-    return build(qwen3_5_text, HYBRID)
+    return build_target()
 
 
 @pytest.fixture
 def manager():
-    return APCManager(
-        num_blocks=256, block_size=16, overrides={"checkpoint_entries": 8}
-    )
+    return make_manager()
 
 
 def assert_reply_is_restored(model, manager, prompt, reply):

@@ -35,6 +35,14 @@ class Apc:
     plain_rows = False
 
 
+class Generator(SimpleNamespace):
+    """A batch generator's queue and batches."""
+
+    @property
+    def has_pending_prompts(self):
+        return bool(self._unprocessed_sequences) or self._prompt_batch is not None
+
+
 def make(rows, decoding=(), **fields):
     decoding = decoding if isinstance(decoding, Batch) else Batch(decoding)
     defaults = {
@@ -48,7 +56,7 @@ def make(rows, decoding=(), **fields):
         "_prompt_batch": None,
         "_generation_batch": decoding,
     }
-    return SimpleNamespace(**{**defaults, **fields})
+    return Generator(**{**defaults, **fields})
 
 
 def admit(generator):
@@ -150,6 +158,16 @@ def test_without_a_draft_model_nothing_changes():
         core.choose_drafting(generator, generator._unprocessed_sequences)
         core.note_rows(None, generator, {})
         assert vars(generator) == before
+
+
+def test_a_step_that_admits_nobody_touches_nothing():
+    """The decode path: no settings are read or written, no table is built."""
+    generator = make([], Batch([1, 2], speculative=True))
+    before = dict(vars(generator))
+    with core.rows_of_one_kind(generator):
+        core.note_rows(None, generator, {1: {"logprobs": True}})
+        assert vars(generator) == before
+    assert vars(generator) == before
 
 
 class TestLogprobs:

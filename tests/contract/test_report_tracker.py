@@ -14,6 +14,7 @@ from mlx_vlm_cacheplus.reports.cache_view import MEDIA_BEFORE, MEDIA_FOLLOWS
 from mlx_vlm_cacheplus.reports.drafter_view import NOT_READ_BY_DRAFTER, PRIMING_OFF
 from mlx_vlm_cacheplus.reports.flight import NOT_READ, ONLY_PROMPT, ONLY_PROMPT_DRAFT
 from mlx_vlm_cacheplus.reports.seams import ROW_FAILED
+from mlx_vlm_cacheplus.reports.tracker import forget_all
 
 from .report_stage import STOP, Stage
 
@@ -31,6 +32,17 @@ def test_a_turn_that_reads_only_what_is_new():
     assert second["shortfall"] is None
     # The second request contains the first.
     assert stage.tracker.history_size()["sequences"] == 1
+
+
+def test_a_reset_of_all_forgets_the_ids_and_keeps_the_counts():
+    stage = Stage()
+    stage.run(0, [1, 2, 3, 4], [5, 6, STOP])
+    assert stage.tracker.history_size()["bytes"] > 0
+    forget_all()
+    size = stage.tracker.history_size()
+    assert (size["sequences"], size["bytes"]) == (0, 0)
+    again = stage.run(1, [1, 2, 3, 4], [STOP])
+    assert (again["new"], again["seq"]) == (4, 2)
 
 
 def test_the_place_of_divergence():
