@@ -13,8 +13,9 @@ from typing import Any
 from tests.bench.gpu_server import CHAIN, RANDOM
 from tests.fakes.models import model_dir
 
+DENSE, HYBRID = "dense7b", "hybrid4b"
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense7b": (
+    DENSE: (
         "hybrid",
         {
             "model_type": "llama",
@@ -32,7 +33,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "hybrid4b": (
+    HYBRID: (
         "hybrid",
         {
             "hidden_size": 2560,
@@ -83,7 +84,7 @@ DRAFTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
         },
     ),
-    "hybrid4b": ("hybrid", SHAPES["hybrid4b"][1], {"model_type": "qwen3_5_mtp"}),
+    HYBRID: ("hybrid", SHAPES[HYBRID][1], {"model_type": "qwen3_5_mtp"}),
 }
 # Settings that an EAGLE3 drafter's layer has from its target.
 LAYER = {"hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"}
@@ -91,19 +92,35 @@ LAYER |= {"num_key_value_heads", "head_dim", "rms_norm_eps"}
 WORDS = "amber fox yak sun river stone lamp north cedar quill mint harbor".split()
 
 
-def make_model(shape: str, folder: Path) -> Path:
-    """A model folder whose weights ``gpu_server`` makes; tokenizer of a bundled one."""
+def make_model(shape: str, folder: Path, small: bool = False) -> Path:
+    """A model folder whose weights ``gpu_server`` makes; tokenizer of a bundled one.
+
+    ``small``: the folder of a bundled model of its kind.
+    """
+    if small:
+        return model_dir("dense" if shape == DENSE else "hybrid")
     bundled, changes = SHAPES[shape]
-    source = model_dir(bundled)
-    folder.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.suffix in (".json", ".jinja") and file.name != "config.json":
-            shutil.copyfile(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = config_of(bundled)
     if changes.get("model_type", config["model_type"]) != config["model_type"]:
         ends = ("eos_token_id", "pad_token_id", "torch_dtype")
         config = {key: config[key] for key in ends}
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return write(folder, {**config, **changes}, bundled)
+
+
+def config_of(bundled: str) -> dict[str, Any]:
+    """A bundled model's settings."""
+    text = (model_dir(bundled) / "config.json").read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(text)
+    return config
+
+
+def write(folder: Path, config: dict[str, Any], bundled: str = "") -> Path:
+    """Make a folder of random weights, with the tokenizer of a bundled model."""
+    folder.mkdir(parents=True)
+    for file in model_dir(bundled).iterdir() if bundled else ():
+        if file.suffix in (".json", ".jinja") and file.name != "config.json":
+            shutil.copyfile(file, folder / file.name)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / RANDOM).touch()
     return folder
 
@@ -113,32 +130,22 @@ def make_drafted(
 ) -> tuple[Path, Path]:
     """Folders of a target that says the chain, and of its drafter; ``small``: tiny ones."""
     bundled, changes, settings = DRAFTED[shape]
-    source = model_dir(bundled)
-    target, drafter = folder / "target", folder / "drafter"
-    target.mkdir(parents=True)
-    drafter.mkdir()
-    for file in source.iterdir():
-        if file.suffix in (".json", ".jinja") and file.name != "config.json":
-            shutil.copyfile(file, target / file.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = config_of(bundled)
     if not small:
         text = {**config.get("text_config", {}), **changes.get("text_config", {})}
         config |= {**changes, "text_config": text} if text else changes
     text = config.get("text_config") or config
     if settings["model_type"] == "eagle3":
         layer = {key: text[key] for key in sorted(LAYER)}
-        layers = (
-            settings["eagle_aux_hidden_state_layer_ids"] if not small else [1, 2, 3]
-        )
-        settings = {**settings, "eagle_aux_hidden_state_layer_ids": layers}
-        settings |= {"transformer_layer_config": {**layer, "num_hidden_layers": 1}}
-        settings |= {"draft_vocab_size": text["vocab_size"], "block_size": 4}
+        if small:
+            settings = {**settings, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+        settings = {**settings, "draft_vocab_size": text["vocab_size"]}
+        settings["transformer_layer_config"] = {**layer, "num_hidden_layers": 1}
     else:
         settings = {**settings, "text_config": {**text, "mtp_num_hidden_layers": 1}}
-        settings |= {"tie_word_embeddings": True, "block_size": 4}
-    for place, content in ((target, config), (drafter, settings)):
-        (place / "config.json").write_text(json.dumps(content), encoding="utf-8")
-        (place / RANDOM).touch()
+        settings["tie_word_embeddings"] = True
+    target = write(folder / "target", config, bundled)
+    drafter = write(folder / "drafter", {**settings, "block_size": 4})
     (target / CHAIN).write_text(json.dumps(chain), encoding="utf-8")
     return target, drafter
 
