@@ -10,6 +10,7 @@ Counts come from the loaded drafter, times from the events of a streamed reply.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.bench import gpu_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("stock", "plus")
@@ -135,20 +138,17 @@ def speed(found: dict[str, Any], turn: str) -> float:
 
 def table(results: dict[str, Any], drafters: list[str]) -> str:
     """The rows of docs/BENCHMARKS.md."""
-    rows = [
-        "| drafter | side | turn | restored of prompt | accepted of drafted | rate | tok/s of the same without drafter |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
-    for name in drafters:
-        for side in SIDES:
-            found = results[side][name]
-            for turn in TURNS:
-                sums = found["with"][turn]
-                rows.append(
-                    f"| `{name}` | {side} | {turn} | {sums['restored']:.0f} of {sums['prompt']:.0f} "
-                    f"| {sums['accepted']:.0f} of {sums['drafted']:.0f} | {rate(sums):.2f} | {speed(found, turn):.2f} |"
-                )
-    return "\n".join(rows)
+    header = ["drafter", "side", "turn", "restored of prompt", "accepted of drafted"]
+    header += ["rate", "tok/s of the same without drafter"]
+    lines = []
+    for name, side, turn in itertools.product(drafters, SIDES, TURNS):
+        found = results[side][name]
+        sums = found["with"][turn]
+        restored = f"{sums['restored']:.0f} of {sums['prompt']:.0f}"
+        accepted = f"{sums['accepted']:.0f} of {sums['drafted']:.0f}"
+        figures = [f"{rate(sums):.2f}", f"{speed(found, turn):.2f}"]
+        lines.append([f"`{name}`", side, turn, restored, accepted, *figures])
+    return gpu_tables.table(header, lines)
 
 
 def main() -> int:
