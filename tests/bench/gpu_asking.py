@@ -1,137 +1,143 @@
-"""A server that switches sides, and who asks it; the parts of ``gpu_sides``."""
+"""The benchmarks' client: a server process, and one that asks it and keeps raw rows."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-import subprocess
+import sys
 import time
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tests.bench import gpu_tables
-from tests.bench.gpu_session import HTTP, BenchServer, Session, seen
-from tests.bench.gpu_switch import OFF
+import httpx
+
+from mlx_vlm_cacheplus.replay.serving import Server
+from mlx_vlm_cacheplus.replay.wire import Ask, Chat, Received, ServerFault
+from tests.bench.gpu_inputs import Plan
+from tests.bench.gpu_server import SCRIPT
+from tests.bench.gpu_tables import Rows, join_seen
+
+# One client for all: to make one costs more than a warm turn.
+HTTP = httpx.Client(timeout=600)
+CHAT = Chat()
+# The plugin refuses a budget above the machine's memory, and some machines say less
+# than they have; nothing here needs more than a few GB.
+RAM_GB = min(40, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**31)
+# What makes a CPU play the mechanics.
+SMALL = {"turns": 5, "system": 200, "user": 60, "reply": 12}
 
 
-class SwitchServer(BenchServer):
-    """A server that starts without a prefix cache and can become each side."""
+class BenchServer(Server):
+    """A stock server run by one of the benchmark's modules."""
 
-    side = OFF
-    kernels = ""
+    module = "tests.bench.gpu_server"
+    settings: dict[str, str] = {}
 
     def command(self, port: int) -> list[str]:
-        """As the others' command line, with the module that can switch."""
-        words = super().command(port)
-        return [word.replace("gpu_server", "gpu_switch") for word in words]
+        """Stock's command line with another module."""
+        words = super().command(port)[3:]
+        return [sys.executable, "-m", self.module, *words, "--log-level", "WARNING"]
 
     def environment(self) -> dict[str, str]:
-        """Kernels are compiled once for all starts."""
-        return {**super().environment(), "MLX_PTX_CACHE_DIR": self.kernels}
-
-    def stop(self) -> None:
-        """End it at once: it holds nothing that must be written."""
-        if self._process is not None:
-            self._process.kill()
-        super().stop()
+        """This side's cache settings; kernels are compiled in a folder of its own."""
+        kernels = {"MLX_PTX_CACHE_DIR": str(self.home / "ptx")}
+        return super().environment() | self.settings | kernels
 
 
-class Sides(Session):
-    """Asks one server, side after side, and keeps raw rows."""
+@dataclass
+class Session:
+    """Asks one server for one side; several may share the rows."""
 
-    base = ""
-    side = ""
+    plan: Plan
+    options: argparse.Namespace
+    base: str = ""
+    side: str = ""
+    rows: Rows = field(default_factory=lambda: defaultdict(list))
 
-    def switch(self, side: str) -> None:
-        """Make the server this side; one request goes by untimed."""
-        if side == self.side:
-            return
-        answer = HTTP.get(f"{self.base}/bench/switch", params={"side": side})
-        answer.raise_for_status()
-        if "error" in answer.json():
-            raise RuntimeError(f"no switch to {side}: {answer.json()['error']}")
-        self.rows.setdefault("switches", []).append(answer.json())
-        self.side = side
-        self.ask(self.base, [{"role": "user", "content": "."}], max_tokens=4)
-        seen(self.base)
+    def get(self, route: str, **query: Any) -> Any:
+        """One of the server's own routes."""
+        answer = HTTP.get(f"{self.base}/bench/{route}", params=query)
+        return answer.raise_for_status().json()
 
-    def timed(self, messages: list[dict[str, str]], **body: Any) -> dict[str, Any]:
-        """One request with what the server saw of it."""
-        row = self.ask(self.base, messages, **body)
-        return joined([row], seen(self.base))[0]
+    def reset(self) -> None:
+        """Empty the server's prefix cache."""
+        HTTP.post(f"{self.base}/v1/cache/reset").raise_for_status()
 
-    def free(self, number: int, **more: Any) -> dict[str, Any]:
-        """A free greedy reply to a last message of this number."""
-        messages = self.numbered(number)
-        body = {"temperature": 0, "max_tokens": self.options.pair_tokens, **more}
-        return self.timed(messages, **body)
-
-    def numbered(self, number: int) -> list[dict[str, str]]:
-        """The pairs' prompt with a last message of its own."""
-        turn = self.options.pair_turns[self.options.now]
-        said = self.plan.replies[: turn - 1]
-        *before, last = self.plan.messages("p", said)
-        return [*before, {**last, "content": f"{number:05d} {last['content']}"}]
+    def seen(self) -> list[dict[str, Any]]:
+        """What the server saw since the last call."""
+        out: list[dict[str, Any]] = self.get("requests")
+        return out
 
     def ask(
-        self, base: str, messages: list[dict[str, str]], **body: Any
+        self,
+        messages: list[dict[str, str]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        **more: Any,
     ) -> dict[str, Any]:
-        """As the base's; one that is not streamed has no text of interest."""
-        if body.pop("streamed", True):
-            return super().ask(base, messages, **body)
-        body = {"model": self.options.folder, "messages": messages, **body}
+        """One streamed request; its counts and times (seconds)."""
+        ask = Ask(self.options.folder, [], max_tokens, temperature, True)
+        body = {**CHAT.body(messages, ask), **more}
+        out, first = Received(), None
         sent = time.perf_counter()
-        answer = HTTP.post(f"{base}/v1/chat/completions", json=body)
-        answer.raise_for_status()
-        usage = answer.json()["usage"]
+        with HTTP.stream("POST", f"{self.base}{CHAT.path}", json=body) as answer:
+            if answer.status_code != 200:
+                text = answer.read()[:300]
+                raise ServerFault(f"HTTP {answer.status_code}: {text!r}")
+            for line in answer.iter_lines():
+                if not line.startswith("data:") or line.endswith("[DONE]"):
+                    continue
+                if CHAT.event(json.loads(line[5:]), out) and first is None:
+                    first = time.perf_counter()
+        ended = time.perf_counter()
+        assert out.prompt is not None, "a reply without usage"
         return {
-            "prompt": usage.get("prompt_tokens") or usage.get("input_tokens"),
-            "restored": 0,
-            "generated": usage.get("completion_tokens") or usage.get("output_tokens"),
-            "ttft": None,
-            "seconds": time.perf_counter() - sent,
+            "prompt": out.prompt,
+            "restored": out.restored or 0,
+            "generated": out.generated,
+            "ttft": None if first is None else first - sent,
+            "seconds": ended - sent,
             "sent": sent,
-            "text": "",
+            "text": out.reply.reasoning + out.reply.content,
         }
 
+    def turn(self, marker: str, said: Sequence[str], **more: Any) -> dict[str, Any]:
+        """The turn after these replies, with its scripted reply."""
+        # A temperature, because stock has a path of its own for greedy requests
+        # that asks no sampler.
+        body = {"temperature": 1, "max_tokens": 4 * self.options.reply}
+        body[SCRIPT] = self.plan.replies[len(said)]
+        return self.ask(self.plan.messages(marker, said), **{**body, **more})
 
-def joined(rows: list[dict[str, Any]], requests: list[Any]) -> list[dict[str, Any]]:
-    """Add what the server saw, prefill steps one by one (seconds)."""
-    gpu_tables.join_seen(rows, requests)
-    for row, request in zip(rows, requests, strict=True):
-        row["ms"] = [round(1000 * gap, 2) for gap in row.pop("gaps")]
-        row["thread"] = gpu_tables.short(request.get("thread"))
-        kept = ("prompt_step", "generate", "store_checkpoint", "commit", "merge_rows")
-        first = request["times"][0]
-        row["steps"] = [
-            [name, round(began - row["sent"], 4), round(seconds, 4)]
-            for name, began, seconds in request["seams"]
-            if name in kept and began < first
-        ]
-    return rows
+    def session(self, marker: str) -> list[dict[str, Any]]:
+        """Every turn; the server's own text goes back."""
+        rows: list[dict[str, Any]] = []
+        for _ in self.plan.users:
+            rows.append(self.turn(marker, [row["text"] for row in rows]))
+        return rows
+
+    def timed(
+        self, marker: str, number: int, part: str = "turns"
+    ) -> list[dict[str, Any]]:
+        """One session from an empty cache; its rows and its memory are kept."""
+        self.reset()
+        before = self.get("memory")
+        rows = self.session(marker)
+        after = self.get("memory")
+        join_seen(rows, self.seen())
+        lead = {"side": self.side, "round": number}
+        for turn, row in enumerate(rows, 1):
+            self.rows[part].append({**lead, "turn": turn, **row})
+        if part == "turns":
+            memory = {"before": before["active"], "peak": after["peak"]}
+            self.rows["memory"].append({**lead, **memory, "after": after["active"]})
+        self.reset()
+        return rows
 
 
-def machine(gpu: str) -> dict[str, Any]:
-    """What else can make a process slow: steal time, load, the GPU's clocks."""
-    out: dict[str, Any] = {"at": round(time.monotonic(), 2), "load": os.getloadavg()}
-    stat = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
-    out["ticks"] = dict(
-        zip(
-            ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal"),
-            map(int, stat[1:9]),
-            strict=True,
-        )
-    )
-    wanted = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    command = ["nvidia-smi", "-i", gpu, "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            [*command, f"--query-gpu={wanted}"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-        out["gpu"] = done.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        pass
-    return out
+def note(text: str) -> None:
+    """Progress, beside what is printed at the end."""
+    print(text, file=sys.stderr, flush=True)

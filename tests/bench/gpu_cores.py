@@ -1,13 +1,8 @@
-"""Which cores belong together, so that two programs share none of their parts.
-
-taskset -c $(python -m tests.bench.gpu_cores 1/2) ...    # the first half
-taskset -c $(python -m tests.bench.gpu_cores 2/2) ...    # the second half
-"""
+"""Which cores belong together, so that client and servers share none of their parts."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 CPU = Path("/sys/devices/system/cpu")
@@ -31,14 +26,20 @@ def siblings(core: int) -> set[int]:
         return {core}
 
 
-def share(cores: set[int], number: int, of: int) -> list[int]:
-    """The ``number``-th of so many shares (from 1), whole physical cores in order."""
+def halves(cores: set[int]) -> tuple[list[int], list[int]]:
+    """Two halves of whole physical cores, in order."""
     groups = sorted({tuple(sorted(siblings(core) & cores)) for core in cores})
-    begin = (number - 1) * len(groups) // of
-    end = number * len(groups) // of
-    return sorted(core for group in groups[begin:end] for core in group)
+    middle = len(groups) // 2
+    first, second = (
+        sorted(core for group in half for core in group)
+        for half in (groups[:middle], groups[middle:])
+    )
+    return first, second
 
 
-if __name__ == "__main__":
-    number, _, of = sys.argv[1].partition("/")
-    print(*share(os.sched_getaffinity(0), int(number), int(of)), sep=",")
+def keep_apart() -> None:
+    """Client on one half of the cores, servers (see ``gpu_server``) on the other."""
+    if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) >= 8:
+        server, client = halves(os.sched_getaffinity(0))
+        os.environ["BENCH_CORES"] = ",".join(map(str, server))
+        os.sched_setaffinity(0, client)

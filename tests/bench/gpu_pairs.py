@@ -16,10 +16,6 @@ import argparse
 import json
 import math
 import os
-import shutil
-import signal
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -29,15 +25,13 @@ from pathlib import Path
 from statistics import fmean, median, pstdev, stdev
 from typing import Any
 
-from tests.bench import gpu_tables
-from tests.bench.gpu_asking import Sides, SwitchServer, machine
-from tests.bench.gpu_inputs import make_model, make_plan
-from tests.bench.gpu_session import HTTP, SMALL, note, seen
-from tests.bench.gpu_sides import DENSE, HYBRID, keep_apart
-from tests.bench.gpu_stats import Estimate
-from tests.bench.gpu_switch import OFF, PLUS, SHAM
-from tests.bench.gpu_turns import SKIPPED, crossed, endings, round_log
-from tests.fakes.models import model_dir
+from tests.bench import gpu_run
+from tests.bench.gpu_asking import SMALL, note
+from tests.bench.gpu_inputs import DENSE, HYBRID, make_model, make_plan
+from tests.bench.gpu_run import Sides
+from tests.bench.gpu_switch import SHAM
+from tests.bench.gpu_tables import NO_CACHE, PLUS
+from tests.bench.gpu_turns import SKIPPED, Estimate, around, crossed, endings, round_log
 
 TARGET, WANTED = 0.97, 20
 OVERTIME = 40.0  # seconds by which the rounds that the target wants may run over
@@ -47,75 +41,60 @@ LOST_MS = 5000.0
 REPLY = 64  # tokens of the reply to which the end's cost is related
 
 
-class Seat:
-    """One of the two servers of a shape."""
+class Seat(Sides):
+    """One of the two servers of a shape, and the pipe that brings it the turn."""
 
-    def __init__(self, sides: Sides, server: SwitchServer, pipe: Path):
-        self.sides, self.server, self.pipe = sides, server, pipe
+    pipe = Path()
 
-    def get(self, route: str, **query: Any) -> Any:
-        """One of the server's own routes."""
-        answer = HTTP.get(f"{self.sides.base}/bench/{route}", params=query)
-        answer.raise_for_status()
-        return answer.json()
+    def reply(self, number: int) -> dict[str, Any]:
+        """A free greedy reply to a last message of this number."""
+        said = self.plan.replies[:-1]
+        *before, last = self.plan.messages("p", said)
+        last = {**last, "content": f"{number:05d} {last['content']}"}
+        return self.ask([*before, last], max_tokens=self.options.pair_tokens)
 
 
 class Pair:
     """The two servers of a shape; owns their rows file."""
 
     def __init__(self, options: argparse.Namespace, shape: str, work: Path):
-        self.shape, self.work = shape, work
-        self.options = argparse.Namespace(**vars(options), now=shape)
-        folder = model_dir("dense" if shape == DENSE else "hybrid")
-        if not options.small:
-            folder = make_model(shape, work / shape)
-        self.options.folder = str(folder)
+        self.shape, self.work, self.options = shape, work, options
+        self.folder = make_model(shape, work / shape, options.small)
         self.seats: list[Seat] = []
         self.rows: dict[str, list[Any]] = {"starts": [], "rounds": []}
 
     def save(self) -> None:
         """Write all rows."""
-        options = {k: v for k, v in vars(self.options).items() if k != "out"}
-        text = gpu_tables.as_json(self.rows, options)
-        file = self.options.out / f"{self.shape}-turns.json"
-        file.write_text(text, encoding="utf-8")
+        gpu_run.save(self.options, self.shape, "turns", self.rows)
 
     def start(self, stack: ExitStack) -> None:
         """Load both servers and warm them up, both at the same time."""
         o = self.options
-        plan = make_plan(4, o.system, o.user, 60)
+        plan = make_plan(PAIR_TURN[self.shape], o.system, o.user, 60)
         for number in range(2):
             home = self.work / f"{self.shape}-home{number}"
             home.mkdir(parents=True)
-            pipe = home / "turn"
-            os.mkfifo(pipe)
-            server = SwitchServer(o.folder, home, False)
-            server.kernels = str(o.kernels / f"{self.shape}-{number}")
-            server.wait_seconds = 240.0
-            stack.callback(server.stop)
-            self.seats.append(Seat(Sides(plan, o), server, pipe))
+            seat = Seat(plan, o, self.folder, home)
+            seat.pipe = home / "turn"
+            os.mkfifo(seat.pipe)
+            stack.callback(seat.server.stop)
+            self.seats.append(seat)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(self._warm_up, self.seats))
 
     def _warm_up(self, seat: Seat) -> None:
         began = time.monotonic()
-        seat.server.__enter__()
-        up = time.monotonic() - began
-        seat.sides.base, seat.sides.side = seat.server.base, OFF
+        up = seat.up()
         # Each shape of a round, on both sides; plus cold and warm.
-        for number, side in enumerate((OFF, self.options.other, OFF)):
-            become(seat, side)
-            for again in range(1 if side == OFF else 2):
-                seat.sides.free(90_000 + 10 * number + again)
-        placed, ready = place(seat), time.monotonic() - began
-        self.rows["starts"].append(
-            {"up": up, "ready": ready, "place": placed, "before": self.around()}
-        )
-        note(f"  {self.shape}: up {up:.1f} s, ready {ready:.1f} s")
-
-    def around(self) -> dict[str, Any]:
-        """What the machine does beside this."""
-        return machine(self.options.gpu or "0")
+        for number, side in enumerate((NO_CACHE, self.options.other, NO_CACHE)):
+            seat.become(side)
+            for again in range(1 if side == NO_CACHE else 2):
+                seat.reply(90_000 + 10 * number + again)
+        seat.seen()
+        start: dict[str, Any] = {"up": up, "place": seat.place()}
+        start |= {"ready": time.monotonic() - began, "before": seat.machine()}
+        self.rows["starts"].append(start)
+        note(f"  {self.shape}: up {up:.1f} s, ready {start['ready']:.1f} s")
 
     def play(self, rounds: int, end: float) -> None:
         """So many rounds, or as many as fit; what the target wants may take longer."""
@@ -129,15 +108,15 @@ class Pair:
             self.rows["rounds"].append(self.round(number))
             self.save()
             longest = max(longest, time.monotonic() - began)
-        self.rows["starts"].append({"after": self.around()})
+        self.rows["starts"].append({"after": self.seats[0].machine()})
         self.save()
 
     def round(self, number: int) -> dict[str, Any]:
         """Both replies in turn; one that lost the turn is marked."""
         seat = number // EACH % 2
-        seats = {OFF: self.seats[seat], self.options.other: self.seats[1 - seat]}
+        seats = {NO_CACHE: self.seats[seat], self.options.other: self.seats[1 - seat]}
         for side, one in seats.items():
-            become(one, side)
+            one.become(side)
         leader = list(seats)[number % 2]
         for side, other in zip(seats, reversed(list(seats)), strict=True):
             pipes = {"mine": seats[side].pipe, "other": seats[other].pipe}
@@ -150,28 +129,10 @@ class Pair:
 
     def ask(self, seat: Seat, number: int) -> dict[str, Any]:
         """One reply and its turns."""
-        body = {"temperature": 0, "max_tokens": self.options.pair_tokens}
-        row = seat.sides.ask(seat.sides.base, seat.sides.numbered(number), **body)
-        (request,) = seen(seat.sides.base)
+        row = seat.reply(number)
+        (request,) = seat.seen()
         counts = {name: row[name] for name in ("prompt", "restored", "generated")}
         return {**counts, **request["turns"]}
-
-
-def place(seat: Seat) -> dict[str, Any]:
-    """Give the generation thread a core of its own, where there are enough."""
-    if "BENCH_CORES" not in os.environ:
-        return {"mode": "as they come"}
-    placed: dict[str, Any] = seat.get("place", mode="alone")
-    return placed
-
-
-def become(seat: Seat, side: str) -> None:
-    """Make the server this side; nothing is asked in between."""
-    if seat.sides.side != side:
-        answer = seat.get("switch", side=side)
-        if "error" in answer:
-            raise RuntimeError(f"no switch to {side}: {answer['error']}")
-        seat.sides.side = side
 
 
 # -- figures ---------------------------------------------------------------------------
@@ -190,9 +151,10 @@ def usable(rows: Sequence[dict[str, Any]], other: str) -> list[dict[str, Any]]:
         row
         for row in rows
         if not row["lost"]
-        and len({(row[s]["prompt"], row[s]["generated"]) for s in (OFF, other)}) == 1
-        and len({len(row[s]["ms"]) for s in (OFF, other)}) == 1
-        and len(row[OFF]["ms"]) > SKIPPED + 3
+        and len({(row[s]["prompt"], row[s]["generated"]) for s in (NO_CACHE, other)})
+        == 1
+        and len({len(row[s]["ms"]) for s in (NO_CACHE, other)}) == 1
+        and len(row[NO_CACHE]["ms"]) > SKIPPED + 3
     ]
 
 
@@ -201,7 +163,7 @@ def figures(rows: Sequence[dict[str, Any]], other: str) -> str:
     good = usable(rows, other)
     lines = [f"{len(rows)} rounds, {len(rows) - len(good)} left out"]
     for name, what in (("ms", "speed"), ("cpu", "speed by the thread's CPU time")):
-        logs = [round_log(row, other, OFF, name) for row in good]
+        logs = [round_log(row, other, NO_CACHE, name) for row in good]
         try:
             found = crossed(good, logs)
         except ValueError as error:
@@ -209,7 +171,7 @@ def figures(rows: Sequence[dict[str, Any]], other: str) -> str:
         lines.append(f"- {what}: {found}, a round {100 * stdev(logs):.1f} %")
         if name == "ms":
             lines += [verdict(what, found), *ends(good, other, found)]
-    for side in (OFF, other):
+    for side in (NO_CACHE, other):
         turns = [t for row in good for t in row[side]["ms"][SKIPPED:-1]]
         spread = 100 * pstdev(turns) / fmean(turns)
         lines.append(
@@ -228,22 +190,20 @@ def verdict(what: str, found: Estimate) -> str:
 
 def ends(rows: Sequence[dict[str, Any]], other: str, found: Estimate) -> list[str]:
     """What the end of a reply costs, and the ratio with it, for a reply of ``REPLY``."""
-    costs = {side: endings(rows, side) for side in (OFF, other)}
+    costs = {side: endings(rows, side) for side in (NO_CACHE, other)}
     if min(map(len, costs.values())) < 2:
         return []
     means = {side: fmean(values) for side, values in costs.items()}
     errors = [stdev(values) / math.sqrt(len(values)) for values in costs.values()]
-    token = median(t for row in rows for t in row[OFF]["ms"][SKIPPED:-1])
-    more = (means[other] - means[OFF]) / (REPLY * token)
+    token = median(t for row in rows for t in row[NO_CACHE]["ms"][SKIPPED:-1])
+    more = (means[other] - means[NO_CACHE]) / (REPLY * token)
     ratio = 1 / (1 / found.ratio + more)
     wide = math.hypot(
         math.log(found.ratio / found.low), 2 * math.hypot(*errors) / (REPLY * token)
     )
-    whole = Estimate(
-        ratio, ratio * math.exp(-wide), ratio * math.exp(wide), found.count
-    )
+    whole = around(math.log(ratio), wide, found.count)
     return [
-        f"- the last turn beyond the others: {OFF} {means[OFF]:.1f} ms, "
+        f"- the last turn beyond the others: {NO_CACHE} {means[NO_CACHE]:.1f} ms, "
         f"{other} {means[other]:.1f} ms",
         verdict(f"speed with it, a reply of {REPLY} tokens: {whole}", whole),
     ]
@@ -278,77 +238,25 @@ def measure(options: argparse.Namespace, work: Path) -> bool:
             finally:
                 pair.save()
                 for seat in pair.seats:
-                    keep_log(seat.server, options.out)
+                    seat.keep_log()
     return fine
-
-
-def keep_log(server: SwitchServer, out: Path) -> None:
-    """Append the end of a server's log to the run's."""
-    if server.log.exists():
-        text = server.log.read_text(encoding="utf-8", errors="replace")[-10_000:]
-        with open(out / "servers.log", "a", encoding="utf-8") as log:
-            log.write(text)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Arguments; the defaults are those of docs/BENCHMARKS.md."""
-    out = argparse.ArgumentParser(prog="gpu_pairs", description=__doc__)
-    out.formatter_class = argparse.RawDescriptionHelpFormatter
-    out.add_argument("--out", type=Path, required=True, help="folder of the results")
-    out.add_argument("--gpu", help="CUDA_VISIBLE_DEVICES of the servers")
-    out.add_argument("--seconds", type=float, default=150.0, help="as far as possible")
-    out.add_argument("--shapes", default=f"{DENSE},{HYBRID}")
-    out.add_argument("--rounds", type=int, default=22, help="each shape")
-    out.add_argument("--pair-tokens", type=int, default=24)
-    out.add_argument("--system", type=int, default=1200)
-    out.add_argument("--user", type=int, default=480)
-    out.add_argument("--kernels", type=Path, help="keeps compiled kernels")
-    out.add_argument("--small", action="store_true", help="a short run for a CPU")
-    out.add_argument("--sham", action="store_true", help="stock with itself")
-    out.add_argument("--plant", type=float, help="slow the second side by this share")
-    return out
-
-
-def prepare(options: argparse.Namespace) -> None:
-    """Environment and folders that all runs of this kind need."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = options.gpu
-    # The plugin refuses a budget above the machine's memory, and some machines say
-    # less than they have; nothing here needs more than a few GB.
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    options.ram_gb = min(40, pages // 2**31)
-    os.environ["BENCH_RAM_GB"] = str(options.ram_gb)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    keep_apart()
-    # An end from outside leaves through ``finally``, so that rows and servers are seen to.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the figures; 0, or 1 where a part failed."""
-    words = parser()
-    options = words.parse_args(arguments)
-    if options.small:
-        small = {name: SMALL[name] for name in ("system", "user")}
-        words.set_defaults(**small, rounds=12, pair_tokens=16)
-        options = words.parse_args(arguments)
+    words = gpu_run.parser("gpu_pairs", __doc__, 150.0, [DENSE, HYBRID])
+    words.add_argument("--rounds", type=int, default=22, help="each shape")
+    words.add_argument("--pair-tokens", type=int, default=24)
+    words.add_argument("--system", type=int, default=1200)
+    words.add_argument("--user", type=int, default=480)
+    words.add_argument("--sham", action="store_true", help="stock with itself")
+    words.add_argument("--plant", type=float, help="slow the second side by this share")
+    small = {name: SMALL[name] for name in ("system", "user")}
+    options = gpu_run.parse(words, arguments, **small, rounds=12, pair_tokens=16)
     options.other = SHAM if options.sham else PLUS
-    options.pair_turns = PAIR_TURN
     if options.plant:
         os.environ["BENCH_PLANT"] = f"{options.other}:{options.plant}"
-    prepare(options)
-    work = Path(tempfile.mkdtemp(prefix="gpu-pairs-"))
-    options.kernels = options.kernels or work / "kernels"
-    fine = False
-    try:
-        fine = measure(options, work)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        text = report(options.out, options.other)
-        (options.out / "pairs.md").write_text(text, encoding="utf-8")
-        print(text, flush=True)
-    return 0 if fine else 1
+    return gpu_run.run(options, measure, lambda out: report(out, options.other))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python -m tests.bench.gpu_resample docs/benchmarks/h200-*-sides.json
 
 Two estimators see the same recorded times between tokens: replies one after the other,
-as rounds of ``gpu_sides``, and tokens in turn, as rounds of ``gpu_pairs``, in which
-each second token is taken for the other side's.
+as the rounds in these files were asked, and tokens in turn, as rounds of ``gpu_pairs``,
+in which each second token is taken for the other side's.  Printed too is what the
+recorded rounds themselves say of plus beside stock.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
-from tests.bench.gpu_stats import student
-from tests.bench.gpu_turns import SKIPPED, round_log
+from tests.bench.gpu_tables import NO_CACHE, PLUS
+from tests.bench.gpu_turns import SKIPPED, estimate, round_log, student
 
 TOKENS, ROUNDS, DRAWN = 24, 22, 2000
 
@@ -67,9 +68,14 @@ def lower_bounds(logs: Sequence[float], rng: random.Random) -> list[float]:
 def main(files: Sequence[str]) -> int:
     """Print both estimators' noise for each file."""
     for file in files:
-        replies = recorded(json.loads(Path(file).read_text(encoding="utf-8")))
+        rows = json.loads(Path(file).read_text(encoding="utf-8"))
+        replies = recorded(rows)
+        ratios = [
+            math.log(p[PLUS]["speed"] / p[NO_CACHE]["speed"]) for p in rows["pairs"]
+        ]
         rng = random.Random(1)
         print(f"{Path(file).stem}: {len(replies)} replies")
+        print(f"- {len(ratios)} rounds of plus beside stock: {estimate(ratios)}")
         for name, logs in (
             ("one after the other", one_after_the_other(replies)),
             ("in turn", in_turn(replies, rng)),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import sys
 import time
@@ -59,11 +60,10 @@ def random_weights(folder: Path) -> dict[str, Any]:
     )
     mx.random.seed(7)
     weights = {}
-    for name, value in tree_flatten(built.parameters()):
+    parameters: Any = tree_flatten(built.parameters())
+    for name, value in parameters:
         if value.ndim > 1:
-            fan_in = 1
-            for size in value.shape[1:]:
-                fan_in *= size
+            fan_in = math.prod(value.shape[1:])
             value = mx.random.normal(value.shape, dtype=mx.bfloat16) * fan_in**-0.5
         weights[name] = value.astype(mx.bfloat16)
     if (folder / CHAIN).exists():
@@ -94,18 +94,26 @@ class Watch:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.seams: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
-        """Wrap stock's seams; after the plugin, whose check wants them untouched."""
+        """Hooks on symbols that no change of the plugin targets, then the seams."""
         normalization = importlib.import_module("mlx_vlm.server.request_normalization")
         generation = importlib.import_module("mlx_vlm.server.generation")
         owner = generation.ResponseGenerator
         self._wrap(normalization, "_build_gen_args", self._arguments)
-        self._wrap(owner, "_log_prefill_started", self._started)
         self._wrap(owner, "_make_sampler", self._sampler)
-        self._wrap(owner, "_stream_text", self._token)
+        self._wrap(owner, "_collect_pending_requests", self._collect)
+        progress = staticmethod(self._progress(owner._log_decode_progress))
+        owner._log_decode_progress = progress
+        self.watch_seams()
+
+    def watch_seams(self) -> None:
+        """Time what a request passes; after the plugin, whose check wants stock's."""
         for module, cls, name in SEAMS:
-            self._wrap(getattr(importlib.import_module(module), cls), name, self._timed)
+            owner = getattr(importlib.import_module(module), cls)
+            self.seams.append((owner, name, vars(owner)[name]))
+            self._wrap(owner, name, self._timed)
 
     @staticmethod
     def _wrap(owner: Any, name: str, make: Any) -> None:
@@ -121,22 +129,43 @@ class Watch:
 
         return build_gen_args
 
-    def _started(self, original: Any) -> Any:
-        def log_prefill_started(generator: Any, request: Any, **kwargs: Any) -> Any:
-            ids = request.raw_inputs["input_ids"]
-            self.requests.append(
-                {
-                    "arrived": getattr(request.args, "bench_arrived", 0.0),
-                    "admitted": time.perf_counter(),
-                    "prompt": ids.reshape(-1).tolist(),
-                    "reply": [],
-                    "times": [],
-                    "seams": [],
-                }
-            )
-            return original(generator, request, **kwargs)
+    def _collect(self, original: Any) -> Any:
+        def collect_pending_requests(generator: Any, **kwargs: Any) -> Any:
+            self.between(generator, kwargs["active"])
+            pending, stop = original(generator, **kwargs)
+            self.requests += [self.admitted(request) for request in pending]
+            return pending, stop
 
-        return log_prefill_started
+        return collect_pending_requests
+
+    def _progress(self, original: Any) -> Any:
+        def log_decode_progress(uid: Any, info: Any, **kwargs: Any) -> float:
+            if self.requests and kwargs.get("token_count", 1):
+                self.wrote(self.requests[-1], int(kwargs["token"]))
+            seconds: float = original(uid, info, **kwargs)
+            return seconds
+
+        return log_decode_progress
+
+    # -- in the generation thread ------------------------------------------------
+    def between(self, generator: Any, active: bool) -> None:
+        """Before requests are taken; ``active``: some are being answered."""
+
+    def admitted(self, request: Any) -> dict[str, Any]:
+        """What is kept of a request."""
+        return {
+            "arrived": getattr(request.args, "bench_arrived", 0.0),
+            "admitted": time.perf_counter(),
+            "prompt": request.raw_inputs["input_ids"].reshape(-1).tolist(),
+            "reply": [],
+            "times": [],
+            "seams": [],
+        }
+
+    def wrote(self, request: dict[str, Any], token: int) -> None:
+        """One token of the reply."""
+        request["times"].append(time.perf_counter())
+        request["reply"].append(token)
 
     def _sampler(self, original: Any) -> Any:
         def make_sampler(generator: Any, args: Any) -> Any:
@@ -148,15 +177,6 @@ class Watch:
             return Scripted(ids, tokenizer.eos_token_id)
 
         return make_sampler
-
-    def _token(self, original: Any) -> Any:
-        def stream_text(generator: Any, info: Any, token: int, reason: Any) -> Any:
-            request = self.requests[-1]
-            request["times"].append(time.perf_counter())
-            request["reply"].append(int(token))
-            return original(generator, info, token, reason)
-
-        return stream_text
 
     def _timed(self, original: Any) -> Any:
         name = original.__name__
@@ -190,8 +210,6 @@ class Watch:
 
 def main(words: list[str]) -> None:
     """Run stock's server with these arguments; ``--cacheplus`` among them is ours."""
-    if cores := os.environ.get("BENCH_CORES"):
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if os.environ.get("MLX_VLM_CACHEPLUS") != "0":
         sys.argv = ["mlx_vlm.server", *words]
         import mlx_vlm_cacheplus
@@ -202,9 +220,11 @@ def main(words: list[str]) -> None:
 
 def serve(words: list[str], watch: Watch, routes: dict[str, Any]) -> None:
     """Run stock's ``main`` with weights made on reading, and this watch."""
+    if cores := os.environ.get("BENCH_CORES"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     sys.argv = ["mlx_vlm.server", *words]
     importlib.import_module("mlx_vlm.server")
-    utils = importlib.import_module("mlx_vlm.utils")
+    utils: Any = importlib.import_module("mlx_vlm.utils")
     read = utils._load_safetensors
 
     def load_safetensors(path: str) -> dict[str, Any]:

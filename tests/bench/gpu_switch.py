@@ -1,6 +1,6 @@
 """The benchmark's server that can be each side in turn, in one process.
 
-Started by ``gpu_sides``, never by hand.  It starts as stock without a prefix cache.
+Started by ``gpu_run``, never by hand.  It starts as stock without a prefix cache.
 ``GET /bench/switch?side=...`` makes it another side between two requests, in the
 generation thread, on the model that is loaded: the plugin is taken away or applied by
 its own ``deactivate()`` and ``activate()``, and the generator gets that side's storage
@@ -19,46 +19,37 @@ off for the switch; it costs every side the same.
 none in their generator, as in a server that was started without.  A model folder with a
 ``chain.json`` gets a head and a drafter that agree on replies (see ``gpu_chain``).
 
-``GET /bench/place?mode=alone`` puts the generation thread on a core of its own, whose
-siblings stay idle; ``free`` lets all threads use all of the server's cores.
+``GET /bench/place`` puts the generation thread on a core of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
-import resource
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import mlx_vlm_cacheplus
+from mlx_vlm_cacheplus import checks, patching
+from mlx_vlm_cacheplus.changes import load_changes
 from tests.bench import gpu_chain, gpu_server
 from tests.bench.gpu_cores import siblings
 from tests.bench.gpu_server import Watch
+from tests.bench.gpu_tables import DRAFTER, NO_CACHE, PLUS, STOCK_40
 from tests.bench.gpu_turns import Turns, turn_times
 
-OFF, STOCK, PLUS = "no cache", "stock 40 GB", "plus 40 GB"
 # Again stock without a cache, by the same way as a switch to plus: what a switch costs.
 SHAM = "sham"
-DRAFTER = " + drafter"
 RAM = {
     "APC_ENABLED": "1",
     "APC_DISK_ENABLED": "0",
     "APC_MEMORY_MAX_GB": os.environ.get("BENCH_RAM_GB", "40"),
 }
 WAIT_SECONDS = 60.0
-
-
-def _no_core() -> int:
-    return -1
-
-
-_core = getattr(ctypes.CDLL(None), "sched_getcpu", _no_core)
 
 
 class Job:
@@ -84,14 +75,14 @@ class Switch(Watch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = OFF
+        self.side = NO_CACHE
         self.generator: Any = None
         self.thread = 0
         self.job: Job | None = None
         self.drafter: tuple[Any, Any] = (None, None)
         self.turns = Turns()
         self.storage: dict[str, tuple[Any, Any]] = {}
-        for side in (OFF, OFF + DRAFTER, SHAM):
+        for side in (NO_CACHE, NO_CACHE + DRAFTER, SHAM):
             self.storage[side] = (None, None)
         self.seams: list[tuple[Any, str, Any]] = []
         self.originals: list[tuple[Any, str, Any]] = []
@@ -101,86 +92,41 @@ class Switch(Watch):
 
     # -- what is observed --------------------------------------------------------
     def install(self) -> None:
-        """Hooks on symbols that no change targets, for good; seams until a switch."""
-        self._remember_stock()
-        normalization = importlib.import_module("mlx_vlm.server.request_normalization")
-        generation = importlib.import_module("mlx_vlm.server.generation")
-        owner = generation.ResponseGenerator
-        self._wrap(normalization, "_build_gen_args", self._arguments)
-        self._wrap(owner, "_make_sampler", self._sampler)
-        self._wrap(owner, "_collect_pending_requests", self._collect)
-        progress = staticmethod(self._progress(owner._log_decode_progress))
-        owner._log_decode_progress = progress
-        self._watch_seams()
-
-    def _remember_stock(self) -> None:
-        from mlx_vlm_cacheplus import patching
-        from mlx_vlm_cacheplus.changes import load_changes
-
+        """As the base's; before it, remember what stock defines."""
         for target in (t for change in load_changes() for t in change.targets):
             holder, name = patching.resolve_holder(target.module, target.qualname)
             value = patching.raw_value(holder, name)
             self.originals.append((holder, name, value))
-
-    def _watch_seams(self) -> None:
-        for module, cls, name in gpu_server.SEAMS:
-            owner = getattr(importlib.import_module(module), cls)
-            self.seams.append((owner, name, vars(owner)[name]))
-            self._wrap(owner, name, self._timed)
+        super().install()
 
     def _leave_seams(self) -> None:
         while self.seams:
             owner, name, original = self.seams.pop()
             setattr(owner, name, original)
 
-    def _collect(self, original: Any) -> Any:
-        def collect_pending_requests(generator: Any, **kwargs: Any) -> Any:
-            if self.generator is not generator:
-                self.generator, self.thread = generator, threading.get_native_id()
-                self.drafter = (generator.draft_model, generator.draft_kind)
-                gpu_chain.install(generator, Path(generator.model_path))
-            if not kwargs["active"] and self.job is not None:
-                job, self.job = self.job, None
-                job.run()
-            pending, stop = original(generator, **kwargs)
-            for request in pending:
-                ids = request.raw_inputs["input_ids"]
-                self.requests.append(
-                    {
-                        "side": self.side,
-                        "most": int(request.args.max_tokens or 0),
-                        "drafted": self._drafted(),
-                        "began": [],
-                        "arrived": getattr(request.args, "bench_arrived", 0.0),
-                        "admitted": time.perf_counter(),
-                        "prompt": ids.reshape(-1).tolist(),
-                        "reply": [],
-                        "times": [],
-                        "seams": [],
-                        "cpu": [],
-                        "cores": [],
-                        "usage": [],
-                    }
-                )
-            return pending, stop
+    def between(self, generator: Any, active: bool) -> None:
+        """Do what waits for an idle generation thread."""
+        if self.generator is not generator:
+            self.generator, self.thread = generator, threading.get_native_id()
+            self.drafter = (generator.draft_model, generator.draft_kind)
+            gpu_chain.install(generator, Path(generator.model_path))
+        if not active and self.job is not None:
+            job, self.job = self.job, None
+            job.run()
 
-        return collect_pending_requests
+    def admitted(self, request: Any) -> dict[str, Any]:
+        """Counts of the drafter and clocks of the turns too."""
+        own = {"drafted": self._drafted(), "began": [], "cpu": []}
+        most = int(request.args.max_tokens or 0)
+        return {**super().admitted(request), **own, "most": most}
 
-    def _progress(self, original: Any) -> Any:
-        def log_decode_progress(uid: Any, info: Any, **kwargs: Any) -> float:
-            if self.requests and kwargs.get("token_count", 1):
-                request = self.requests[-1]
-                self._plant(request)
-                request["times"].append(time.perf_counter())
-                request["reply"].append(int(kwargs["token"]))
-                request["cpu"].append(time.thread_time())
-                request["cores"].append(_core())
-                request["usage"].append(resource.getrusage(resource.RUSAGE_THREAD))
-                said = len(request["times"])
-                request["began"].append(self.turns.after(said, request["most"]))
-            return original(uid, info, **kwargs)
-
-        return log_decode_progress
+    def wrote(self, request: dict[str, Any], token: int) -> None:
+        """One token; in turn with another server where that is wanted."""
+        self._plant(request)
+        super().wrote(request, token)
+        request["cpu"].append(time.thread_time())
+        said = len(request["times"])
+        request["began"].append(self.turns.after(said, request["most"]))
 
     def _plant(self, request: dict[str, Any]) -> None:
         side, share = self.planted
@@ -191,25 +137,13 @@ class Switch(Watch):
                 pass
 
     def take(self) -> list[dict[str, Any]]:
-        """Everything since the last call; per request what the thread itself did."""
+        """Everything since the last call; what was drafted, and the turns."""
         out = super().take()
         counts = [request["drafted"] for request in out] + [self._drafted()]
         for request, before, after in zip(out, counts, counts[1:], strict=False):
             request["drafted"] = [b - a for a, b in zip(before, after, strict=True)]
             request["turns"] = turn_times(request)
-            del request["began"]
-            cpu, cores = request.pop("cpu"), request.pop("cores")
-            usage = request.pop("usage")
-            tokens = max(1, len(cpu) - 1)
-            if usage:
-                first, last = usage[0], usage[-1]
-                request["thread"] = {
-                    "cpu": (cpu[-1] - cpu[0]) / tokens,
-                    "cores": len(set(cores)),
-                    "core": int(median(cores)),
-                    "waits": (last.ru_nvcsw - first.ru_nvcsw) / tokens,
-                    "evicted": (last.ru_nivcsw - first.ru_nivcsw) / tokens,
-                }
+            del request["began"], request["cpu"]
         return out
 
     def _drafted(self) -> list[int]:
@@ -239,8 +173,6 @@ class Switch(Watch):
         return {**out, "seconds": round(time.perf_counter() - began, 4)}
 
     def _become(self, side: str) -> dict[str, Any]:
-        import mlx_vlm_cacheplus
-
         self._leave_seams()
         mlx_vlm_cacheplus.deactivate()
         # The app builds its middleware again, with or without the plugin's.
@@ -252,7 +184,7 @@ class Switch(Watch):
         for name in [name for name in os.environ if name.startswith("APC_")]:
             del os.environ[name]
         cache = side.removesuffix(DRAFTER)
-        os.environ.update(RAM if cache in (STOCK, PLUS) else {"APC_ENABLED": "0"})
+        os.environ.update(RAM if cache in (STOCK_40, PLUS) else {"APC_ENABLED": "0"})
         drafter = self.drafter if side != cache else (None, None)
         self.generator.draft_model, self.generator.draft_kind = drafter
         applied: tuple[str, ...] = ()
@@ -265,7 +197,7 @@ class Switch(Watch):
         manager, mode = self._storage_of(side)
         self._hand_over(manager, mode)
         self.side = side
-        self._watch_seams()
+        self.watch_seams()
         return {"side": side, "applied": applied, "mode": str(mode)}
 
     @staticmethod
@@ -275,9 +207,6 @@ class Switch(Watch):
         What the refusal protects is cared for: no request is in flight, the next one
         gets a batch generator of its own, and the storage is made afterwards.
         """
-        import mlx_vlm_cacheplus
-        from mlx_vlm_cacheplus import checks
-
         reason, checks.serving_reason = checks.serving_reason, lambda: ""
         try:
             return mlx_vlm_cacheplus.activate()
@@ -300,29 +229,26 @@ class Switch(Watch):
             if loaded.get("response_generator") is self.generator:
                 loaded["apc_manager"] = manager
 
-    def place(self, mode: str) -> dict[str, Any]:
-        """Put the threads where ``mode`` says; new ones inherit it from their maker."""
-        return self._in_generation_thread(lambda: self._place(mode))
+    def place(self) -> Any:
+        """The generation thread on a core of its own, whose siblings stay idle."""
+        return self._in_generation_thread(self._place)
 
-    def _place(self, mode: str) -> dict[str, Any]:
-        cores = {int(core) for core in os.environ.get("BENCH_CORES", "").split(",")}
+    def _place(self) -> dict[str, Any]:
+        # New threads inherit their place from their maker.
+        cores = {int(core) for core in os.environ["BENCH_CORES"].split(",")}
         own = {max(cores)}  # the first core has most of the interrupts
         others = cores - siblings(max(cores))
-        if mode == "free":
-            own = others = cores
         for task in Path("/proc/self/task").iterdir():
             try:
                 mine = int(task.name) == self.thread
                 os.sched_setaffinity(int(task.name), own if mine else others)
             except OSError:
                 pass  # it has ended
-        return {"mode": mode, "own": sorted(own), "others": sorted(others)}
+        return {"own": sorted(own), "others": sorted(others)}
 
 
 def main(words: list[str]) -> None:
     """Run stock's server with these arguments."""
-    if cores := os.environ.get("BENCH_CORES"):
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     # The client of this module forbade the plugin; here it comes and goes.
     os.environ.pop("MLX_VLM_CACHEPLUS", None)
     watch = Switch()

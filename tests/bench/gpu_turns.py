@@ -18,10 +18,9 @@ import os
 import select
 import time
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
 from typing import Any
-
-from tests.bench.gpu_stats import Estimate, student
 
 FIRST_SECONDS, NEXT_SECONDS = 60.0, 5.0
 SKIPPED = 2  # tokens whose turns hold the start of the reply
@@ -81,6 +80,43 @@ def turn_times(request: Mapping[str, Any]) -> dict[str, list[float]]:
     return out
 
 
+# -- the ratio, and how sure it is -----------------------------------------------------
+# 97.5 % quantiles of Student's t by degrees of freedom.
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+STUDENT |= {8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179, 15: 2.131, 20: 2.086}
+STUDENT |= {30: 2.042, 60: 2.0, 120: 1.98}
+
+
+def student(freedom: int) -> float:
+    """The quantile; between two entries the wider one."""
+    return STUDENT[max(known for known in STUDENT if known <= freedom)]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean ratio and its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"x {self.ratio:.4f}, 95 % {self.low:.4f} to {self.high:.4f}"
+
+
+def around(middle: float, half: float, count: int) -> Estimate:
+    """From logarithms: the mean and half the interval's width."""
+    low, high = math.exp(middle - half), math.exp(middle + half)
+    return Estimate(math.exp(middle), low, high, count)
+
+
+def estimate(logs: Sequence[float]) -> Estimate:
+    """Of logarithms that are independent of each other; raises below two."""
+    half = student(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return around(fmean(logs), half, len(logs))
+
+
 def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """Logarithms of each turn of ``second`` beside the two of ``first`` around it."""
     logs = [math.log(value) for value in first]
@@ -119,9 +155,7 @@ def crossed(rows: Sequence[Mapping[str, Any]], values: Sequence[float]) -> Estim
     left = sum((v - means[k]) ** 2 for k, same in kinds.items() for v in same)
     share = sum(1 / len(same) for same in kinds.values()) / 4
     half = student(freedom) * math.sqrt(left / freedom * share)
-    middle = fmean(means.values())
-    low, high = math.exp(middle - half), math.exp(middle + half)
-    return Estimate(math.exp(middle), low, high, len(values))
+    return around(fmean(means.values()), half, len(values))
 
 
 def endings(rows: Sequence[Mapping[str, Any]], side: str) -> list[float]:

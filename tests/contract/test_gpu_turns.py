@@ -7,12 +7,20 @@ import math
 import os
 import random
 import threading
+from statistics import fmean
 
 import pytest
 
 from tests.bench.gpu_chain import make_chain
 from tests.bench.gpu_pairs import figures
-from tests.bench.gpu_turns import Turns, crossed, differences, round_log
+from tests.bench.gpu_turns import (
+    Turns,
+    crossed,
+    differences,
+    estimate,
+    round_log,
+    student,
+)
 
 STOCK, PLUS = "no cache", "plus 40 GB"
 
@@ -45,6 +53,25 @@ def test_the_ratio_is_found_though_servers_differ_by_ten_percent(ratio):
     found = crossed(rows, [round_log(row, PLUS, STOCK, "ms") for row in rows])
     assert found.ratio == pytest.approx(ratio, abs=0.01)
     assert 0.96 * ratio < found.low < ratio < found.high < 1.04 * ratio
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    rng, kinds = random.Random(5), [{"seat": number // 3 % 2} for number in range(22)]
+    draws = [[rng.gauss(0.05, 0.1) for _ in kinds] for _ in range(400)]
+    for found in (estimate, lambda logs: crossed(kinds, logs)):
+        held = [e.low < math.exp(0.05) < e.high for e in map(found, draws)]
+        assert 0.92 <= fmean(held) <= 0.98, fmean(held)
+
+
+def test_student_takes_the_wider_of_two_entries():
+    assert student(11) == student(10) > student(12)
+    assert estimate([0.0, 0.0, 0.0]).low == 1.0
+
+
+def test_a_round_of_unequal_replies_is_left_out():
+    rows = rounds(6, 1.0)
+    rows[0][PLUS] = {**rows[0][PLUS], "generated": 3}
+    assert figures(rows, PLUS).startswith("22 rounds, 1 left out")
 
 
 def test_the_target_is_met_by_equal_sides_and_missed_by_a_slower_one():
