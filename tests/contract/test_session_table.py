@@ -147,7 +147,7 @@ def served(headers, chunks, identify=identity.identify):
 
 
 def test_the_name_travels_with_the_salt():
-    salt = served([(b"X-Session-Id", b" mine ")], [b"{}"])
+    salt = served([(b"x-session-id", b" mine ")], [b"{}"])
     assert salt == 7 and salt.request.name == "mine"
     assert salt.request.tenant == "tenant"
     assert identity.salted(7, None) == 7 and type(identity.salted(7, None)) is int
