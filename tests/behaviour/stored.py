@@ -23,6 +23,12 @@ def stored(manager: Any) -> list[tuple[list[int], set[int]]]:
     return out
 
 
+def sessions(manager: Any) -> dict[str, Any]:
+    """The sessions that a storage manager knows, by id: none where it knows of none."""
+    policy = getattr(getattr(manager, "segments", None), "policy", None)
+    return {session.id: session for session in getattr(policy, "table", {}).values()}
+
+
 def leases(manager: Any) -> int:
     """Leases that requests hold."""
     segments = getattr(manager, "segments", None)

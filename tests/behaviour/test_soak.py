@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import logging
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +17,7 @@ from tests.fakes.server import system, user
 SESSIONS, TURNS = 6, 6
 KEYS = ("amber", "briar", "cedar", "dune")
 VALUES = ("fox", "yak", "sun", "owl", "elk", "ant")
+PLANTED = "planted in a logits processor"
 
 
 class Session:
@@ -40,6 +43,9 @@ class Session:
             elif dice < 0.3:
                 with pytest.raises(RequestFailed):
                     self.server.chat(self.asked, temperature="hot")
+            elif dice < 0.45:
+                with pytest.raises(RequestFailed, match=PLANTED):
+                    self.server.chat(self.asked, logit_bias={"5": 0.5}, max_tokens=40)
             self.ask()
         return self
 
@@ -63,6 +69,32 @@ class Session:
             arriving = answer.iter_lines()
             for _ in range(lines):
                 next(arriving, None)
+
+
+@pytest.fixture(autouse=True)
+def biased_rows_raise(monkeypatch):
+    """At their second token, among those of others.
+
+    Nothing is logged: a record that is captured holds the traceback, and so the rows.
+    """
+    generation = importlib.import_module("mlx_vlm.server.generation")
+    make = generation.make_logits_processors
+
+    def with_bias(bias, *more):
+        calls = []
+
+        def raise_late(tokens, logits):
+            calls.append(1)
+            if len(calls) > 1:
+                raise RuntimeError(PLANTED)
+            return logits
+
+        return [*make(None, *more), *([raise_late] if bias else [])]
+
+    monkeypatch.setattr(generation, "make_logits_processors", with_bias)
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def assert_nothing_is_left(server):

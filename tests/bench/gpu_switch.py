@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +53,6 @@ RAM = {
 WAIT_SECONDS = 60.0
 
 
-class Job:
-    """Work for the generation thread, and what came of it."""
-
-    def __init__(self, work: Callable[[], Any]):
-        self.work = work
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Do the work; an error goes to whoever waits."""
-        try:
-            self.result = self.work()
-        except Exception as error:
-            self.error = error
-        self.done.set()
-
-
 class Switch(Watch):
     """Makes the process one side after the other, and keeps what it saw."""
 
@@ -78,13 +61,12 @@ class Switch(Watch):
         self.side = NO_CACHE
         self.generator: Any = None
         self.thread = 0
-        self.job: Job | None = None
+        self.job: tuple[Callable[[], Any], Future[Any]] | None = None
         self.drafter: tuple[Any, Any] = (None, None)
         self.turns = Turns()
         self.storage: dict[str, tuple[Any, Any]] = {}
         for side in (NO_CACHE, NO_CACHE + DRAFTER, SHAM):
             self.storage[side] = (None, None)
-        self.seams: list[tuple[Any, str, Any]] = []
         self.originals: list[tuple[Any, str, Any]] = []
         # A planted slow-down of one side, to see that the benchmark finds it.
         side, _, share = os.environ.get("BENCH_PLANT", "").partition(":")
@@ -111,8 +93,11 @@ class Switch(Watch):
             self.drafter = (generator.draft_model, generator.draft_kind)
             gpu_chain.install(generator, Path(generator.model_path))
         if not active and self.job is not None:
-            job, self.job = self.job, None
-            job.run()
+            (work, done), self.job = self.job, None
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
 
     def admitted(self, request: Any) -> dict[str, Any]:
         """Counts of the drafter and clocks of the turns too."""
@@ -154,14 +139,14 @@ class Switch(Watch):
 
     # -- the switch --------------------------------------------------------------
     def _in_generation_thread(self, work: Callable[[], Any]) -> Any:
-        job = self.job = Job(work)
+        done: Future[Any] = Future()
+        self.job = (work, done)
         if self.generator is not None:
             self.generator.requests.put(None)
-        if not job.done.wait(WAIT_SECONDS):
+        wait([done], WAIT_SECONDS)
+        if not done.done():
             raise RuntimeError("the generation thread did not become idle")
-        if job.error is not None:
-            raise job.error
-        return job.result
+        return done.result()
 
     def switch(self, side: str) -> dict[str, Any]:
         """Become this side before the next request."""
