@@ -107,6 +107,7 @@ class TestRecords:
         assert by_length == sorted(r["generated"] for r in replies)
         assert all(r["finish"] in ("length", "stop") for r in records)
         assert ends["error"]["finish"] == "error" and ends["error"]["error"]
+        assert ends["error"]["told"].startswith("HTTP 500")
 
     def test_a_hit_from_disk_is_told_from_one_in_ram(self, names):
         """The tree of segments has no disk tier; there the second request is cold and says so."""
