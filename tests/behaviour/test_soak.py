@@ -8,6 +8,7 @@ import logging
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import mlx.core as mx
 import pytest
 
 from tests.behaviour.stored import leases
@@ -15,8 +16,14 @@ from tests.fakes.replies import RequestFailed
 from tests.fakes.server import system, user
 
 SESSIONS, TURNS = 6, 6
+# The long run: more sessions than the cache has room for.
+MANY, LONGER, REQUESTS = 16, 30, 2000
+MOST_MESSAGES = 14
+GB = 2**30
 KEYS = ("amber", "briar", "cedar", "dune")
 VALUES = ("fox", "yak", "sun", "owl", "elk", "ant")
+# About a quarter of what the long run would keep.
+ROOM = {"dense": 3 << 20, "hybrid": 6 << 20}
 PLANTED = "planted in a logits processor"
 
 
@@ -25,6 +32,7 @@ class Session:
 
     def __init__(self, server, number: int, seed: int):
         self.server = server
+        self.sent = 0
         self.random = random.Random(f"{seed} {number}")
         lines = [
             f"{self.random.choice(KEYS)} = "
@@ -35,9 +43,10 @@ class Session:
         self.asked = [rules, user("get: amber")]
         self.replies = []
 
-    def run(self):
-        for _ in range(TURNS):
+    def run(self, turns: int = TURNS):
+        for _ in range(turns):
             dice = self.random.random()
+            self.sent += 1 + (dice < 0.45)
             if dice < 0.2:
                 self.hang_up(self.random.randint(0, 4))
             elif dice < 0.3:
@@ -46,8 +55,14 @@ class Session:
             elif dice < 0.45:
                 with pytest.raises(RequestFailed, match=PLANTED):
                     self.server.chat(self.asked, logit_bias={"5": 0.5}, max_tokens=40)
+            # What was broken off or failed is asked again.
             self.ask()
         return self
+
+    def compact(self):
+        """The conversation so far becomes a line, as agents do when it grows long."""
+        if len(self.asked) > MOST_MESSAGES:
+            self.asked = [self.asked[0], user(f"so far: {self.replies[-1].text}, on")]
 
     def ask(self):
         endpoint = self.random.choice(("chat", "responses", "messages"))
@@ -97,6 +112,14 @@ def biased_rows_raise(monkeypatch):
     logging.disable(logging.NOTSET)
 
 
+def rested(server):
+    """Bytes of arrays that are alive once nobody asks and nothing is stored."""
+    assert_nothing_is_left(server)
+    server.clear_cache()
+    gc.collect()
+    return mx.get_active_memory()
+
+
 def assert_nothing_is_left(server):
     server.wait_idle()
     assert not leases(server.manager)
@@ -134,3 +157,36 @@ def test_sessions_at_once_with_hang_ups_and_errors(make_server, model):
         two = server.chat([*session.asked, one.message(), user("on")], max_tokens=4)
         assert two.cached_tokens > len(one.prompt_ids)
         server.assert_cold(two)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.change("segment-tree")
+@pytest.mark.parametrize("model", ["dense", "hybrid"])
+def test_two_thousand_requests_of_sixteen_sessions(make_server, model):
+    """Within a budget that is short, with hang-ups, retries, compactions and resets."""
+    server = make_server(
+        model, apc_memory_max_gb=ROOM[model] / GB, env={"PREFILL_STEP_SIZE": "64"}
+    )
+    sessions = [Session(server, number, seed=5) for number in range(MANY)]
+    at_rest, checked = [], random.Random(5)
+
+    def go_on(session):
+        for _ in range(LONGER // TURNS):
+            session.run()
+            session.compact()
+            stats = server.get("/v1/cache/stats")
+            assert stats["resident_bytes"] <= stats["memory_max_bytes"]
+        if session is sessions[0]:
+            server.post("/v1/cache/reset", {})
+        return session.replies
+
+    while sum(session.sent for session in sessions) < REQUESTS:
+        with ThreadPoolExecutor(MANY) as pool:
+            latest = [reply for some in pool.map(go_on, sessions) for reply in some]
+        for session in sessions:
+            session.replies.clear()
+        at_rest.append(rested(server))
+        for reply in checked.sample(latest, 8):
+            server.assert_cold(reply)
+    assert max(at_rest[1:]) <= at_rest[0] + 2**16, at_rest
