@@ -9,6 +9,7 @@ for.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -177,9 +178,14 @@ def _end_of_cut(text: str, edit: Cut, start: int, where: str) -> int:
     return at
 
 
+@functools.lru_cache(maxsize=4)
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def _node(text: str, qualname: str, where: str) -> Definition:
     """Return the syntax tree of a class or function."""
-    body = ast.parse(text).body
+    body = _parsed(text).body
     node: Definition | None = None
     for part in qualname.split("."):
         node = next(

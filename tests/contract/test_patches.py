@@ -23,6 +23,10 @@ from tools.patch_tree import (
 )
 
 
+# The series is made anew, and black takes its time over upstream's large files.
+pytestmark = pytest.mark.timeout(900)
+
+
 @pytest.fixture(scope="module")
 def stock():
     folder = make_patches.installed_stock()

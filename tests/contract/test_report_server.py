@@ -100,7 +100,8 @@ class TestRecords:
     def test_every_end_leaves_one_record(self, names, model):
         ends = probe(names)[model]["ends"]
         record, counted = ends["cancel"]
-        assert record["finish"] == "cancel" and record["generated"] == 3
+        assert record["finish"] == "cancel"
+        assert record["generated"] == counted["generated"] >= 3
         assert record["prefilled"] == counted["prefilled"]
         records, replies = ends["together"]
         by_length = sorted(r["generated"] for r in records)
