@@ -22,7 +22,6 @@ from tools.patch_tree import (
     apply_edit,
 )
 
-
 # The series is made anew, and black takes its time over upstream's large files.
 pytestmark = pytest.mark.timeout(900)
 
