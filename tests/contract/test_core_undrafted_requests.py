@@ -48,6 +48,7 @@ def make(rows, decoding=(), **fields):
     defaults = {
         "draft_model": DRAFTER,
         "draft_kind": "mtp",
+        "sampler": None,
         "prefill_batch_size": SIZE,
         "compute_logprobs": False,
         "top_logprobs_k": 0,
