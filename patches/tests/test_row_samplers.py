@@ -154,7 +154,7 @@ def tokens_of(reply):
 
 def assert_same(reply, want):
     assert tokens_of(reply) == tokens_of(want)
-    for (_, logprob, top), (_, wanted, best) in zip(reply, want):
+    for (_, logprob, top), (_, wanted, best) in zip(reply, want, strict=True):
         assert logprob == pytest.approx(wanted, abs=1e-4)
         assert (top is None) == (best is None)
         assert [t for t, _ in top or []] == [t for t, _ in best or []]
@@ -166,7 +166,7 @@ def test_a_row_that_joins_is_sampled_as_it_asks(serve, name, case):
     model = MODELS[name]()
     requests = [(0, prompt_of(20, 1), HOT), (5, prompt_of(13, 2), ASKS[case])]
     wants = [alone(serve, model, *request[1:]) for request in requests]
-    for reply, want in zip(serve(model, requests), wants):
+    for reply, want in zip(serve(model, requests), wants, strict=True):
         assert_same(reply, want)
 
 
@@ -180,7 +180,7 @@ def test_rows_of_one_prompt_batch(serve, name):
         for seed, case in enumerate(cases)
     ]
     wants = [alone(serve, model, *request[1:]) for request in requests]
-    for reply, want in zip(serve(model, requests), wants):
+    for reply, want in zip(serve(model, requests), wants, strict=True):
         assert_same(reply, want)
 
 
@@ -188,7 +188,9 @@ def test_log_probabilities_are_for_those_who_ask(serve):
     model = build_dense()
     pair = [(0, prompt_of(20, 1), GREEDY), (4, prompt_of(13, 2), ASKS["logprobs"])]
     for requests in (pair, [(0, *pair[1][1:]), (4, *pair[0][1:])]):
-        for reply, (_, _, settings) in zip(serve(model, requests), requests):
+        for reply, (_, _, settings) in zip(
+            serve(model, requests), requests, strict=True
+        ):
             asked = bool(settings.get("logprobs"))
             assert {len(top or ()) for _, _, top in reply} == {TOP_K if asked else 0}
             assert any(logprob for _, logprob, _ in reply) is asked
@@ -209,7 +211,7 @@ def test_rows_that_agree_are_sampled_by_one_sampler(serve, monkeypatch):
     assert set(rows) == {3}
     rows.clear()
     settings = (HOT, GREEDY, HOT)
-    serve(build_dense(), [(0, *row) for row in zip(three, settings)])
+    serve(build_dense(), [(0, *row) for row in zip(three, settings, strict=True)])
     assert set(rows) == {2}
 
 

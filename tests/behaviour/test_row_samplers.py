@@ -199,8 +199,9 @@ def test_min_p_leaves_the_likeliest_token(make_server, solo):
 @pytest.mark.parametrize("case", ["top n sigma", "p less", "typical p"])
 def test_a_seed_is_kept_with_every_filter(make_server, case):
     server = make_server("hybrid", **SETTINGS)
-    replies = [server.chat(**asking(case)) for _ in range(2)]
-    other = server.chat(**asking({**ASKS[case], "seed": 11}))
+    own = {**ASKS[case], "temperature": 9.0, "max_tokens": 40}
+    replies = [server.chat(**asking(own)) for _ in range(2)]
+    other = server.chat(**asking({**own, "seed": 11}))
     assert replies[0].ids == replies[1].ids != other.ids
 
 
@@ -330,7 +331,9 @@ class TestWithADraftModel:
 
     @pytest.mark.parametrize("case", ["greedy", "seed"])
     def test_one_that_joins_what_is_decoded_without_it(self, make_server, solo, case):
-        pair = [asking("log-probabilities", max_tokens=24), asking(case, MARKET)]
+        neighbour = GREEDY if case == "seed" else HOT
+        first = asking({**neighbour, **ASKS["log-probabilities"]}, max_tokens=24)
+        pair = [first, asking(case, MARKET)]
         wants = solo.all("hybrid", pair)
         server = make_server("hybrid", draft_model="hybrid-mtp", **SETTINGS)
         replies = server.staggered([(0, dict(pair[0])), (4, dict(pair[1]))])
