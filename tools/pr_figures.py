@@ -258,6 +258,39 @@ def undrafted_requests() -> None:
     patch.undo()
 
 
+def row_samplers() -> None:
+    """Tokens of each request in one batch that equal those of the same request alone."""
+    import test_row_samplers as t
+
+    patch = t.pytest.MonkeyPatch()
+    serve = t.serve.__wrapped__(patch)
+
+    def same(model: Any, requests: list, *drafter: Any) -> str:
+        alone = [t.alone(serve, model, *request[1:]) for request in requests]
+        pairs = zip(serve(model, requests, *drafter), alone, strict=True)
+        counts = (sum(map(int.__eq__, *map(t.tokens_of, pair))) for pair in pairs)
+        return ", ".join(map(str, counts))
+
+    one, two = t.prompt_of(20, 1), t.prompt_of(13, 2)
+    for name, build in t.MODELS.items():
+        model = build()
+        for first, late in (("HOT", "GREEDY"), ("GREEDY", "HOT"), ("HOT", "OTHER")):
+            pair = [(0, one, getattr(t, first)), (5, two, getattr(t, late))]
+            print(f"{name}, {first} and later {late}: {same(model, pair)} of 12")
+        cases = ("seed", "greedy", "top_p", "top_k", "temperature", "greedy", "min_p")
+        eight = [
+            (0, t.prompt_of(9 + seed, seed), t.ASKS[case])
+            for seed, case in enumerate((*cases, "seed"))
+        ]
+        print(f"{name}, 8 rows at once: {same(model, eight)} of 12")
+    model = t.build_target()
+    three = [(0, one, t.HOT), (0, two, t.GREEDY), (4, t.prompt_of(16, 3), t.OTHER)]
+    for kind in ("mtp", "eagle3", "dflash"):
+        found = same(model, three, t.build_drafter(kind), kind)
+        print(f"{kind}, HOT and GREEDY, later OTHER: {found} of 12")
+    patch.undo()
+
+
 def _one_row(t: Any, model: Any, prompt: list[int], manager: Any) -> tuple[list, int]:
     generator = t.make_generator(model, manager)
     (uid,) = t.insert(generator, model, [prompt])
@@ -283,6 +316,7 @@ def main() -> int:
         draft_priming,
         draft_state,
         undrafted_requests,
+        row_samplers,
     ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
         figures()

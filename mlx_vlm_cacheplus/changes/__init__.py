@@ -22,6 +22,7 @@ ORDER: tuple[str, ...] = (
     "draft-state",
     "session-partitions",
     "undrafted-requests",
+    "row-samplers",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )

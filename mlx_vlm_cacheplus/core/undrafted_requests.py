@@ -8,11 +8,13 @@ batch that it would have without a draft model, which stays loaded for the other
 
 Invariants:
 
-1. A prompt batch is drafted as a whole or not at all.
+1. A prompt batch is drafted as a whole or not at all.  A drafted batch has one sampler:
+   where the generator's tells rows apart, rows that it samples differently are of
+   different kinds.
 2. Decoding batches never mix: a drafted prompt batch is built only while no plain batch
    decodes.  Rows that could be drafted join a plain batch undrafted, rather than wait.
-3. Of two kinds that wait, the one with the oldest request goes first, and that request
-   is in the batch.  So no kind starves the other, however many requests arrive.
+3. Of the kinds that wait, the one with the oldest request goes first, and that request
+   is in the batch.  So no kind starves another, however many requests arrive.
 4. Without a draft model nothing here does anything.
 """
 
@@ -26,6 +28,9 @@ from typing import Any
 import mlx.core as mx
 
 logger = logging.getLogger(__name__)
+
+# The kind of the rows that are decoded without the drafter; others have their sampling.
+PLAIN = "plain"
 
 # What one step of a generator may find changed, and gets back when it ends.
 SETTINGS = (
@@ -101,12 +106,12 @@ def _line_up(generator: Any) -> None:
     if len(queued) < 2 or _decodes_plainly(generator):
         return
     oldest = min(queued, key=lambda row: row[0])
-    kind = _needs_plain(generator, oldest)
+    kind = _kind(generator, oldest)
     alike: list[tuple] = [oldest]
     others: list[tuple] = []
     for row in queued:
         if row is not oldest:
-            same = _needs_plain(generator, row) == kind
+            same = _kind(generator, row) == kind
             (alike if same else others).append(row)
     if others:
         generator._unprocessed_sequences = alike + others
@@ -126,17 +131,16 @@ def choose_drafting(generator: Any, rows: Sequence[tuple]) -> None:
         return
     uids = [row[0] for row in rows]
     _keep_logprobs(generator, uids)
-    wanted = [
-        uid for uid, row in zip(uids, rows, strict=True) if _needs_plain(generator, row)
-    ]
-    if not wanted and not _decodes_plainly(generator):
+    kinds = [_kind(generator, row) for row in rows]
+    # Of several kinds are rows that were to join plain ones, which have just ended.
+    if PLAIN not in kinds and len(set(kinds)) == 1 and not _decodes_plainly(generator):
         return
     generator.draft_model = generator.draft_kind = None
     generator.undrafted_rows = _undrafted(generator) | set(uids)
     _use_plain_caches(generator, True)
     logger.info(
         "Without the draft model: %d of %d rows need it, %d are decoded so already",
-        len(wanted),
+        kinds.count(PLAIN),
         len(uids),
         len(generator._generation_batch) if _decodes_plainly(generator) else 0,
     )
@@ -179,12 +183,29 @@ def even_out_logprobs(batch: Any, other: Any) -> None:
         one.compute_logprobs, one.top_logprobs_k = keep, k
 
 
+def _kind(generator: Any, row: tuple) -> Any:
+    """What rows have in common that are admitted together."""
+    if _needs_plain(generator, row):
+        return PLAIN
+    sampling = _sampling(generator, row)
+    return None if sampling is None else sampling.key
+
+
+def _sampling(generator: Any, row: tuple) -> Any:
+    """How a queued row is sampled; None where the generator has one sampler for all."""
+    return getattr(generator.sampler, "rows", {}).get(row[0])
+
+
 def _needs_plain(generator: Any, row: tuple) -> bool:
     """Whether a queued row cannot be drafted."""
     uid, _, _, _, processors, budget = row
     block = getattr(generator, "draft_block_size", None)
     if block is not None and block < 2:
         return True  # a block holds the token that is fed first, and no draft
+    if generator.draft_kind == "eagle3" and getattr(
+        _sampling(generator, row), "seeded", False
+    ):
+        return True  # rounds of this kind draw without the request's seed
     # Where the request does not think, its budget does nothing.
     counts = budget is not None and getattr(budget, "enable_thinking", True)
     return bool(processors) or counts or uid in getattr(generator, "logprob_rows", ())

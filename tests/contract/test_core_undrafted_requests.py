@@ -48,6 +48,7 @@ def make(rows, decoding=(), **fields):
     defaults = {
         "draft_model": DRAFTER,
         "draft_kind": "mtp",
+        "sampler": None,
         "prefill_batch_size": SIZE,
         "compute_logprobs": False,
         "top_logprobs_k": 0,
@@ -141,6 +142,43 @@ def test_speculative_rows_do_not_make_others_plain():
 )
 def test_a_budget_counts_where_the_request_thinks(budget, drafted):
     assert admit(make([row(1, budget=budget)])) == ([1], drafted)
+
+
+def sampled(**rows):
+    """A generator's sampler that tells its rows apart: u1=(key, seeded)."""
+    known = {
+        int(name[1:]): SimpleNamespace(key=key, seeded=seeded)
+        for name, (key, seeded) in rows.items()
+    }
+    return SimpleNamespace(rows=known)
+
+
+def test_rows_that_are_sampled_alike_are_drafted_together():
+    sampler = sampled(u1=((1,), False), u2=(None, False), u3=((1,), False))
+    generator = make([row(2), plain_row(4), row(3), row(1)], sampler=sampler)
+    assert admit(generator) == ([1, 3], True)
+    assert admit(generator) == ([2], True)
+    assert admit(generator) == ([4], False)
+
+
+def test_rows_that_joined_none_are_not_drafted_if_they_are_sampled_differently():
+    """The plain rows that they were to join have ended in this very step."""
+    sampler = sampled(u1=((1,), False), u2=(None, False))
+    generator = make([row(1), row(2)], decoding=[0], sampler=sampler)
+    with core.rows_of_one_kind(generator):
+        generator._generation_batch.clear()
+        core.choose_drafting(generator, generator._unprocessed_sequences)
+        assert generator.draft_model is None
+
+
+@pytest.mark.parametrize("kind, drafted", [("mtp", True), ("eagle3", False)])
+def test_rounds_that_know_no_seed_are_not_for_rows_that_have_one(kind, drafted):
+    sampler = sampled(u1=((1,), True), u2=((1,), False))
+    generator = make([row(1), row(2)], sampler=sampler, draft_kind=kind)
+    with core.rows_of_one_kind(generator):
+        size = generator.prefill_batch_size
+        core.choose_drafting(generator, generator._unprocessed_sequences[:size])
+        assert (generator.draft_model is DRAFTER) is drafted
 
 
 def test_settings_come_back_after_an_error():
