@@ -21,6 +21,7 @@ ORDER: tuple[str, ...] = (
     "draft-priming",
     "draft-state",
     "session-partitions",
+    "shared-prefill",
     "undrafted-requests",
     # Last: it reads what the others leave behind.
     "reuse-record",
