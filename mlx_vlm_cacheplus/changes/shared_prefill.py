@@ -16,7 +16,7 @@ class SharedPrefill(Change):
     name = "shared-prefill"
     summary = "Requests that arrive together with the same cold prefix read it once"
     targets = (
-        Target(AR, "BatchGenerator._next"),
+        Target(AR, "BatchGenerator.next"),
         Target(COORDINATOR, "APCCoordinator.checkpoint_lengths"),
         Target(SERVER, "ResponseGenerator._collect_pending_requests"),
         Target(SERVER, "ResponseGenerator._step"),
@@ -49,6 +49,8 @@ class SharedPrefill(Change):
 
         def collect(original: Any) -> Any:
             def wrapper(self: Any, **options: Any) -> Any:
+                if "capacity" not in options:  # the loop of diffusion models
+                    return original(self, **options)
                 return core.admit(self, functools.partial(original, self), **options)
 
             return wrapper
@@ -57,12 +59,12 @@ class SharedPrefill(Change):
             def wrapper(
                 self: Any, batch_gen: Any, active: Any, gen_kwargs: Any = None
             ) -> None:
-                core.note_rows(self, batch_gen, active)
+                core.note_rows_at_work(self, batch_gen, active)
                 original(self, batch_gen, active, gen_kwargs)
 
             return wrapper
 
-        patcher.replace_method(AR, "BatchGenerator._next", advance)
+        patcher.replace_method(AR, "BatchGenerator.next", advance)
         patcher.replace_method(
             COORDINATOR, "APCCoordinator.checkpoint_lengths", lengths
         )

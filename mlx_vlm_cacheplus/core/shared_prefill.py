@@ -91,7 +91,7 @@ class Row:
 
 
 # -- the server's queue ----------------------------------------------------------------
-def note_rows(server: Any, batch_gen: Any, active: dict[int, dict]) -> None:
+def note_rows_at_work(server: Any, batch_gen: Any, active: dict[int, dict]) -> None:
     """Tell a server which rows are at work; call before each of its steps.
 
     Args:
@@ -105,7 +105,7 @@ def admit(
     receive: Callable[..., tuple[list, bool]],
     *,
     active: bool,
-    capacity: int | None = None,
+    capacity: int | None,
     **options: Any,
 ) -> tuple[list, bool]:
     """Receive requests, and hold back those that follow another one.
@@ -123,24 +123,27 @@ def admit(
     """
     if not _can_share(server):
         return receive(active=active, capacity=capacity, **options)
-    waiting: list[Prompt] = server.__dict__.setdefault("followers", [])
     door = _Door(server, capacity)
-    if waiting:
+    if door.waiting:
         door.let_in_followers()
-    if door.room == 0 and door.admitted:
-        return door.admitted, False
-    arrived, should_stop = receive(
-        active=active or bool(door.admitted), capacity=door.room, **options
-    )
-    while arrived:
-        door.let_in(arrived)
-        if capacity is None or door.room == 0:
+    arrived: list[Any] = []
+    should_stop = False
+    while door.room_beside(arrived) != 0:
+        received, stop = receive(
+            active=active or bool(door.admitted or arrived),
+            capacity=door.room_beside(arrived),
+            **options,
+        )
+        should_stop |= stop
+        arrived += received
+        # Those that wait leave room for others.
+        if capacity is None or not received:
             break
-        # Those that wait have left room for others.
-        arrived, _ = receive(active=True, capacity=door.room)
-    if server._stop and waiting:
+        options.pop("coalesce_s", None)
+    door.let_in(arrived)
+    if server._stop and door.waiting:
         server.requests.put(None)  # the server's loop must not end without them
-    return door.admitted, should_stop and not door.admitted and not waiting
+    return door.admitted, should_stop and not door.admitted and not door.waiting
 
 
 def _can_share(server: Any) -> bool:
@@ -154,79 +157,94 @@ class _Door:
     """One round of admission.
 
     Attributes:
+        waiting: the server's followers, in order.
         admitted: requests that go to the generator now.
-        rows: by request id, whatever a newcomer could follow.
     """
 
     def __init__(self, server: Any, capacity: int | None):
         self._server = server
         self._capacity = capacity
-        self._waiting: list[Prompt] = server.followers
+        self.waiting: list[Prompt] = server.__dict__.setdefault("followers", [])
         self.admitted: list[Any] = []
+        self._prompts: dict[int, Prompt] = {}
 
     @functools.cached_property
-    def rows(self) -> dict[str, Row]:
+    def _rows(self) -> dict[str, Row]:
+        """By request id, what newcomers could follow."""
         return _rows_at_work(self._server)
-
-    @property
-    def room(self) -> int | None:
-        if self._capacity is None:
-            return None
-        return max(0, self._capacity - len(self.admitted))
 
     def let_in_followers(self) -> None:
         """Admit those whose leader is done, in order, or give them another leader."""
-        stopping = self._server._stop
-        for prompt in list(self._waiting):
-            if prompt.leader in self.rows and not stopping:
-                continue
-            if self.room == 0:
+        for prompt in list(self.waiting):
+            if self._capacity is not None and len(self.admitted) >= self._capacity:
                 return
-            self._waiting.remove(prompt)
-            prompt.leader = None if stopping else self._leader_of(prompt)
-            self._seat(prompt)
+            if prompt.leader in self._rows and not self._server._stop:
+                continue
+            self.waiting.remove(prompt)
+            self._seat(prompt, self._leader_of(prompt, self._rows))
 
-    def let_in(self, requests: Sequence[Any]) -> None:
-        """Admit requests that arrived together; the shortest of a kind leads."""
-        prompts = [_prompt_of(request) for request in requests]
-        if self._server._stop or (len(prompts) == 1 and not self.rows):
-            self.admitted += requests
-            return
+    def room_beside(self, arrived: Sequence[Any]) -> int | None:
+        """How many more may be received; None for any number."""
+        if self._capacity is None:
+            return None
+        leading = sum(leader is None for _, leader in self._line_up(arrived))
+        return max(0, self._capacity - len(self.admitted) - leading)
+
+    def let_in(self, arrived: Sequence[Any]) -> None:
+        """Admit requests that arrived together, but for those that follow another."""
+        for prompt, leader in self._line_up(arrived):
+            self._seat(prompt, leader)
+
+    def _line_up(
+        self, arrived: Sequence[Any]
+    ) -> list[tuple[Prompt, tuple[str, int] | None]]:
+        """Each of these requests and its leader: the shortest of a kind leads.
+
+        A request that came alone is not looked at.
+        """
+        prompts = [
+            self._prompts.setdefault(id(request), _prompt_of(request))
+            for request in arrived
+        ]
+        if len(prompts) == 1 and not self._rows:
+            return [(prompts[0], None)]
+        rows = dict(self._rows)
+        leaders = {}
         for prompt in sorted(prompts, key=lambda p: p.request.prompt_tokens):
-            prompt.leader = self._leader_of(prompt)
-            if prompt.leader is None:
-                self.rows[_name(prompt)] = Row(prompt)
-        for prompt in prompts:
-            self._seat(prompt)
+            leaders[id(prompt)] = leader = self._leader_of(prompt, rows)
+            if leader is None:
+                rows[_name(prompt)] = Row(prompt)
+        return [(prompt, leaders[id(prompt)]) for prompt in prompts]
 
-    def _seat(self, prompt: Prompt) -> None:
-        if prompt.leader is not None:
-            self._waiting.append(prompt)
-        else:
-            self.rows.setdefault(_name(prompt), Row(prompt))
+    def _seat(self, prompt: Prompt, leader: tuple[str, int] | None) -> None:
+        if leader is None:
+            self._rows[_name(prompt)] = Row(prompt)
             self.admitted.append(prompt.request)
-
-    def _leader_of(self, prompt: Prompt) -> str | None:
-        """The request that this one should wait for; a fault here holds nobody up."""
-        server = self._server
-        try:
-            model = getattr(server.model, "language_model", server.model)
-            media = multimodal_token_ids_from_config(model.config)
-            found = best_leader(server.apc_manager, prompt, self.rows, media)
-        except Exception as error:
-            logger.warning("Nothing is shared: %s", error, exc_info=True)
-            return None
-        if found is None:
-            return None
-        leader, length = found
+            return
+        prompt.leader, saved = leader
+        self.waiting.append(prompt)
         logger.info(
             "Prefill waits: request=%s for request=%s, which reads %d of its %d tokens",
             _name(prompt),
-            leader,
-            length,
+            prompt.leader,
+            saved,
             len(prompt.ids),
         )
-        return leader
+
+    def _leader_of(
+        self, prompt: Prompt, rows: dict[str, Row]
+    ) -> tuple[str, int] | None:
+        """The request that this one should wait for; a fault here holds nobody up."""
+        server = self._server
+        if server._stop:
+            return None
+        try:
+            model = getattr(server.model, "language_model", server.model)
+            media = multimodal_token_ids_from_config(model.config)
+            return best_leader(server.apc_manager, prompt, rows, media)
+        except Exception as error:
+            logger.warning("Nothing is shared: %s", error, exc_info=True)
+            return None
 
 
 def _prompt_of(request: Any) -> Prompt:
@@ -243,14 +261,16 @@ def _name(prompt: Prompt) -> str:
 
 def _rows_at_work(server: Any) -> dict[str, Row]:
     """By request id, the rows whose prompts have not been read yet."""
-    at_work = getattr(server, "rows_at_work", None)
-    generator = at_work[0]() if at_work is not None else None
-    if generator is None or getattr(generator, "apc", None) is None:
+    if not hasattr(server, "rows_at_work"):
+        return {}
+    generator_of, active = server.rows_at_work
+    generator = generator_of()
+    if getattr(generator, "apc", None) is None:
         return {}
     return {
-        str(at_work[1][uid].get("request_id")): row
+        str(active[uid].get("request_id")): row
         for uid, row in _rows_of(generator)
-        if uid in at_work[1]
+        if uid in active
     }
 
 
@@ -265,7 +285,11 @@ def _rows_of(generator: Any) -> Iterator[tuple[int, Row]]:
         if meta is not None:
             ids = functools.partial(meta.get, "full_input_ids")
             done = batch._row_real_tokens_processed(index)
-            stops = meta.get("checkpoint_lengths") if batch._apc_uses_checkpoints() else None
+            stops = (
+                meta.get("checkpoint_lengths")
+                if batch._apc_uses_checkpoints()
+                else None
+            )
             yield uid, Row(Prompt(ids, meta.get("extra_hash")), done, stops)
 
 
@@ -362,14 +386,17 @@ def rows_that_share_nothing(generator: Any) -> Iterator[None]:
     have been embedded already, and wait here.
 
     Args:
-        generator: a batch generator about to decide which rows it admits.
+        generator: a batch generator about to take a step; its queue is put in another
+            order, and ``prefill_batch_size`` is changed for this step alone.
     """
     size = generator.prefill_batch_size
     queue = generator._unprocessed_sequences
-    if len(queue) > 1 and size > 1 and _admits_now(generator):
-        first, later = _split(generator, queue[:size])
+    if len(queue) > 1 and size > 1 and _shares(generator):
+        later = _followers_among(generator, queue[:size])
         if later:
-            generator._unprocessed_sequences = [*first, *later, *queue[size:]]
+            first = [entry for entry in queue[:size] if entry[0] not in later]
+            behind = [entry for entry in queue[:size] if entry[0] in later]
+            generator._unprocessed_sequences = [*first, *behind, *queue[size:]]
             generator.prefill_batch_size = len(first)
     try:
         yield
@@ -377,35 +404,39 @@ def rows_that_share_nothing(generator: Any) -> Iterator[None]:
         generator.prefill_batch_size = size
 
 
-def _admits_now(generator: Any) -> bool:
-    """False where the generator cannot admit anybody, so that nothing is compared."""
-    decoding = generator._generation_batch
-    if getattr(generator, "apc", None) is None or generator._prompt_batch is not None:
-        return False
-    if getattr(generator.apc_manager, "segments", None) is None:
-        return False
-    if getattr(decoding, "is_speculative", False) and len(decoding) > 0:
-        return False
-    places = generator.completion_batch_size - len(decoding)
-    return places >= generator.prefill_batch_size
+def _shares(generator: Any) -> bool:
+    """Whether rows could be admitted, and restore what others have read."""
+    manager = getattr(generator, "apc_manager", None)
+    return (
+        generator._prompt_batch is None
+        and getattr(manager, "segments", None) is not None
+    )
 
 
-def _split(
-    generator: Any, entries: Sequence[tuple]
-) -> tuple[list[tuple], list[tuple]]:
-    """Queue entries that lead or stand alone, and those that follow one of them."""
+def _followers_among(generator: Any, entries: Sequence[tuple]) -> set[int]:
+    """The uids of queue entries that share with another one of them.
+
+    Found once for the same entries and the same content of the cache: rows may wait
+    for many steps until there is room for them.
+    """
+    held = generator.apc_manager.segments
+    state = [entry[0] for entry in entries], held.stored_tokens, held.evictions
+    known = getattr(generator, "followers_among", None)
+    if known is not None and known[0] == state:
+        return known[1]
     media = generator._apc_media_token_ids()
     rows: dict[int, Row] = {}
-    first, later = [], []
+    later = set()
     for entry in sorted(entries, key=lambda entry: len(entry[1])):
         prompt = _queued(entry)
         try:
-            found = best_leader(generator.apc_manager, prompt, rows, media)
+            follows = best_leader(generator.apc_manager, prompt, rows, media)
         except Exception as error:
             logger.warning("Nothing is shared: %s", error, exc_info=True)
-            found = None
-        (first if found is None else later).append(entry)
-        if found is None:
+            follows = None
+        if follows is None:
             rows[entry[0]] = Row(prompt)
-    leading = {entry[0] for entry in first}
-    return [entry for entry in entries if entry[0] in leading], later
+        else:
+            later.add(entry[0])
+    generator.followers_among = state, later
+    return later
