@@ -33,8 +33,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-from mlx_vlm.apc import media_safe_prefix_min, multimodal_token_ids_from_config
-
 from .boundaries import NEAREST
 from .segment_tree import common_prefix
 
@@ -235,6 +233,8 @@ class _Door:
         self, prompt: Prompt, rows: dict[str, Row]
     ) -> tuple[str, int] | None:
         """The request that this one should wait for; a fault here holds nobody up."""
+        from mlx_vlm.apc import multimodal_token_ids_from_config
+
         server = self._server
         if server._stop:
             return None
@@ -330,6 +330,8 @@ def best_leader(
 
 def _shared(prompt: Prompt, row: Row, media: Collection[int]) -> int:
     """Tokens that a prompt could restore once a row has been read."""
+    from mlx_vlm.apc import media_safe_prefix_min
+
     leader = row.prompt
     if prompt.salt is None or leader.salt != prompt.salt:
         return 0
