@@ -10,6 +10,8 @@ import importlib
 from ..change import Change
 
 ORDER: tuple[str, ...] = (
+    # First: upstream can take it by itself.
+    "warm-single-row",
     "row-positions",
     "recurrent-rows",
     "row-errors",
