@@ -258,6 +258,22 @@ def undrafted_requests() -> None:
     patch.undo()
 
 
+def shared_prefill() -> None:
+    """Tokens that prefills forward, for prompts of 400 shared tokens and 20 to 35 of their own."""
+    import test_shared_prefill as t
+
+    for name in t.MODELS:
+        for rows in (1, 2, 4):
+            patch = t.pytest.MonkeyPatch()
+            server = t.Server(patch, t.build_model(*t.MODELS[name]))
+            server.run(t.agents(rows))
+            patch.undo()
+            least = 400 + sum(len(prompt) - 400 for prompt in t.agents(rows))
+            print(
+                f"{name}, {rows} rows: {sum(server.forwarded)} forwarded, {least} differ"
+            )
+
+
 def row_samplers() -> None:
     """Tokens of each request in one batch that equal those of the same request alone."""
     import test_row_samplers as t
@@ -315,6 +331,7 @@ def main() -> int:
         drafted_replies,
         draft_priming,
         draft_state,
+        shared_prefill,
         undrafted_requests,
         row_samplers,
     ):

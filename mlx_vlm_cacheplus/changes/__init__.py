@@ -10,6 +10,8 @@ import importlib
 from ..change import Change
 
 ORDER: tuple[str, ...] = (
+    # First: upstream can take it by itself.
+    "warm-single-row",
     "row-positions",
     "recurrent-rows",
     "row-errors",
@@ -21,6 +23,7 @@ ORDER: tuple[str, ...] = (
     "draft-priming",
     "draft-state",
     "session-partitions",
+    "shared-prefill",
     "undrafted-requests",
     "row-samplers",
     # Last: it reads what the others leave behind.

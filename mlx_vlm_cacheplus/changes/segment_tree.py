@@ -40,7 +40,7 @@ class SegmentTree(Change):
     )
     upstream = "answers https://github.com/Blaizzy/mlx-vlm/issues/1629"
     remove_when = "the coordinator stores components by segment"
-    requires = ("row-positions",)
+    requires = ("warm-single-row", "row-positions")
     marks = ("mlx_vlm.segment_cache:SegmentCache",)
     # Stock's disk tier writes blocks and snapshots, which are not there any more.
     env_defaults = {"APC_DISK_ENABLED": "0"}

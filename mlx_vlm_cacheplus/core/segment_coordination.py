@@ -17,6 +17,7 @@ from typing import Any
 
 from .boundaries import message_starts, rejoin_points, stops
 from .segment_cache import Hit, SegmentCache
+from .warm_single_row import stays_plain
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +144,7 @@ def merge_rows(
     except Exception as error:
         logger.warning("Nothing restored: %s", error, exc_info=True)
         return None, 0
-    plain = getattr(coordinator, "plain_rows", True)
-    if len(rows) == 1 and plain and kv_quant_config is None:
+    if stays_plain(coordinator, picks, kv_quant_config):
         caches, longest = rows[0], prefix_lens[0]
     else:
         caches, longest = make_warm_batch_exact_cache_multi(

@@ -103,10 +103,10 @@ GENERATION: list[AnyEdit] = [
         "                    )\n",
         within="PromptProcessingBatch.generate",
     ),
-    before(
+    Edit(
         AR,
-        "        self.sampler = sampler or",
-        "        if self.apc is not None:\n"
+        '            own = hasattr(model, "make_cache")\n'
+        "            self.apc.plain_rows = draft_model is None and own\n",
         "            configure(self.apc, self.tokenizer, plain_rows=draft_model is None)\n",
         within="BatchGenerator.__init__",
     ),
@@ -246,7 +246,8 @@ CALLS: list[AnyEdit] = [
     Edit(
         COORDINATOR,
         "from .models.cache import CacheMemory\n"
-        "from .superseded_states import bounded_captures\n",
+        "from .superseded_states import bounded_captures\n"
+        "from .warm_single_row import stays_plain\n",
         "from .models.cache import CacheMemory, cache_nbytes\n",
     ),
     Body(

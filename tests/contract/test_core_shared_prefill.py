@@ -1,0 +1,455 @@
+"""Who waits for whom: admission to the server, and to one batch of the generator."""
+
+from __future__ import annotations
+
+from queue import Empty, Queue
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_vlm_cacheplus.core import shared_prefill as core
+
+WORTH = core.WORTH_WAITING
+SHARED = list(range(1, WORTH + 45))
+IMAGE = 9999
+
+
+class Segments:
+    """What is known of each salt: whole prefixes, as a dense tree would restore them."""
+
+    def __init__(self):
+        self.known = {}
+        self.stored_tokens = self.evictions = 0
+
+    def keep(self, ids, salt=0):
+        self.known.setdefault(salt, []).append(tuple(ids))
+        self.stored_tokens += len(ids)
+
+    def peek(self, ids, salt):
+        lengths = [
+            core.common_prefix(ids[:-1], known) for known in self.known.get(salt, [])
+        ]
+        return max(lengths, default=0)
+
+
+class PromptBatch:
+    """Rows that are being read; ``done`` tokens of each."""
+
+    def __init__(self, entries, checkpoints=False, done=0):
+        self.uids = [entry[0] for entry in entries]
+        self.checkpoints, self.done = checkpoints, done
+        self._apc_meta = [
+            {
+                "full_input_ids": entry[1],
+                "extra_hash": entry[3]["_apc_semantic_hash"],
+                "checkpoint_lengths": [len(entry[1]) - 1] if checkpoints else [],
+            }
+            for entry in entries
+        ]
+
+    def _row_real_tokens_processed(self, index):
+        return self.done
+
+    def _apc_uses_checkpoints(self):
+        return self.checkpoints
+
+
+class Generator(SimpleNamespace):
+    """A batch generator's queue; ``read`` moves its head into a prompt batch."""
+
+    def __init__(self, manager, size=8):
+        super().__init__(
+            apc=object(),
+            apc_manager=manager,
+            prefill_batch_size=size,
+            _prompt_batch=None,
+            _unprocessed_sequences=[],
+            _apc_media_token_ids=lambda: {IMAGE},
+        )
+
+    def insert(self, uid, ids, salt=0):
+        entry = (uid, list(ids), 8, {"_apc_semantic_hash": salt}, None, None)
+        self._unprocessed_sequences = sorted(
+            [*self._unprocessed_sequences, entry], key=lambda e: len(e[1])
+        )
+
+    def begin(self, **fields):
+        size = min(self.prefill_batch_size, len(self._unprocessed_sequences))
+        self._prompt_batch = PromptBatch(self._unprocessed_sequences[:size], **fields)
+        self._unprocessed_sequences = self._unprocessed_sequences[size:]
+
+    def finish(self):
+        for meta in self._prompt_batch._apc_meta:
+            self.apc_manager.segments.keep(meta["full_input_ids"], meta["extra_hash"])
+        self._prompt_batch = None
+
+
+class Server(SimpleNamespace):
+    """The loop of a response generator, one turn at a time."""
+
+    def __init__(self, config=None):
+        manager = SimpleNamespace(segments=Segments())
+        super().__init__(
+            apc_mode="block",
+            apc_manager=manager,
+            model=SimpleNamespace(config=config or SimpleNamespace()),
+            requests=Queue(),
+            _stop=False,
+            generator=Generator(manager),
+            active={},
+            uids=0,
+        )
+
+    def ask(self, name, ids, salt=0):
+        self.requests.put(
+            SimpleNamespace(
+                request_id=name,
+                raw_inputs={"input_ids": mx.array([list(ids)])},
+                prompt_tokens=len(ids),
+                apc_semantic_hash=salt,
+            )
+        )
+
+    def receive(self, *, active, capacity=None, **options):
+        found, stop = [], False
+        while capacity is None or len(found) < capacity:
+            try:
+                item = self.requests.get_nowait()
+            except Empty:
+                break
+            if item is None:
+                stop = stop or (self._stop and not found)
+            else:
+                found.append(item)
+        return found, stop
+
+    def turn(self, capacity=None):
+        """Admit; returns the names that go to the generator."""
+        requests, self.stopped = core.admit(
+            self, self.receive, active=bool(self.active), capacity=capacity
+        )
+        for request in requests:
+            ids = request.raw_inputs["input_ids"].reshape(-1).tolist()
+            self.generator.insert(self.uids, ids, request.apc_semantic_hash)
+            self.active[self.uids] = {"request_id": request.request_id}
+            self.uids += 1
+        core.note_rows_at_work(self, self.generator, self.active)
+        return [request.request_id for request in requests]
+
+    def cancel(self, name):
+        uid = next(u for u, info in self.active.items() if info["request_id"] == name)
+        del self.active[uid]
+        generator = self.generator
+        generator._unprocessed_sequences = [
+            entry for entry in generator._unprocessed_sequences if entry[0] != uid
+        ]
+        if generator._prompt_batch is not None and uid in generator._prompt_batch.uids:
+            generator._prompt_batch = None
+
+    @property
+    def waiting(self):
+        return [prompt.request.request_id for prompt in self.followers]
+
+
+def prompt(number, length=10, start=SHARED):
+    return [*start, *(1000 * number + n for n in range(length))]
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+def ask_all(server, count=4):
+    for number in range(1, count + 1):
+        server.ask(f"r{number}", prompt(number))
+
+
+def test_one_reads_and_the_others_wait_until_it_has(server):
+    ask_all(server)
+    assert server.turn() == ["r1"]
+    assert server.waiting == ["r2", "r3", "r4"]
+    server.generator.begin()
+    assert server.turn() == []
+    server.generator.finish()
+    assert server.turn() == ["r2", "r3", "r4"] and server.waiting == []
+
+
+def test_the_shortest_of_those_that_come_together_leads(server):
+    for number, length in ((1, 30), (2, 10), (3, 20)):
+        server.ask(f"r{number}", prompt(number, length))
+    assert server.turn() == ["r2"]
+    assert server.waiting == ["r1", "r3"]
+
+
+def test_requests_keep_their_order(server):
+    for name, ids in (("a", prompt(1, 40)), ("b", [7, 8, 9]), ("c", [4, 5])):
+        server.ask(name, ids)
+    assert server.turn() == ["a", "b", "c"]
+
+
+def test_a_request_that_comes_alone_is_not_looked_at(server):
+    server.ask("r1", prompt(1))
+    server.requests.queue[0].raw_inputs = None
+    requests, _ = core.admit(server, server.receive, active=False, capacity=None)
+    assert [request.request_id for request in requests] == ["r1"]
+
+
+@pytest.mark.parametrize("at", ["queue", "prefill"])
+def test_another_takes_over_from_one_that_is_cancelled(server, at):
+    ask_all(server)
+    server.turn()
+    if at == "prefill":
+        server.generator.begin()
+    server.cancel("r1")
+    assert server.turn() == ["r2"]
+    assert server.waiting == ["r3", "r4"]
+
+
+def test_what_a_cancelled_one_has_read_is_not_waited_for(server):
+    ask_all(server)
+    server.turn()
+    server.generator.begin()
+    server.apc_manager.segments.keep(SHARED[:-10])
+    server.cancel("r1")
+    assert server.turn() == ["r2", "r3", "r4"]
+
+
+def test_nothing_kept_ends_with_everybody_read(server):
+    """A cache without room: each waits for those before it, and no longer."""
+    ask_all(server)
+    for name in ("r1", "r2", "r3", "r4"):
+        assert server.turn() == [name]
+        server.generator.begin()
+        assert server.turn() == []
+        server.generator._prompt_batch = None
+
+
+def test_a_step_that_fails_everybody_leaves_nobody_waiting(server):
+    ask_all(server)
+    server.turn()
+    server.active.clear()
+    assert server.turn() == ["r2"]
+
+
+@pytest.mark.parametrize("shared, waits", [(WORTH - 1, False), (WORTH, True)])
+def test_how_much_is_worth_it(server, shared, waits):
+    for number in (1, 2):
+        server.ask(f"r{number}", prompt(number, start=range(1, shared + 1)))
+    assert server.turn() == (["r1"] if waits else ["r1", "r2"])
+
+
+def test_what_is_known_already_is_not_waited_for(server):
+    server.apc_manager.segments.keep(SHARED[:100])
+    ask_all(server, 2)
+    assert server.turn() == ["r1", "r2"]
+
+
+def test_salts_do_not_meet(server):
+    server.ask("r1", prompt(1), salt=1)
+    server.ask("r2", prompt(2), salt=2)
+    server.ask("r3", prompt(3), salt=None)
+    server.ask("r4", prompt(4), salt=None)
+    assert server.turn() == ["r1", "r2", "r3", "r4"]
+
+
+def test_a_prefix_that_leaves_pictures_behind_it_is_not_shared():
+    """It could not be restored: pictures are embedded with all of the prompt."""
+    server = Server(SimpleNamespace(image_token_id=IMAGE))
+    for number in (1, 2):
+        server.ask(f"r{number}", [*prompt(number), IMAGE, 5])
+    server.ask("r3", [*SHARED[:9], IMAGE, *SHARED, 3])
+    server.ask("r4", [*SHARED[:9], IMAGE, *SHARED, 4])
+    assert server.turn() == ["r1", "r2", "r3"]
+    assert server.waiting == ["r4"]
+
+
+def test_followers_take_no_place(server):
+    ask_all(server)
+    server.ask("stranger", [5, 5, 5])
+    assert server.turn(capacity=2) == ["r1", "stranger"]
+    server.ask("late", [6, 6])
+    assert server.turn(capacity=0) == []
+    server.generator.begin()
+    server.generator.finish()
+    # Those that waited go before what came later.
+    assert server.turn(capacity=1) == ["r2"]
+    assert server.turn(capacity=3) == ["r3", "r4", "late"]
+
+
+def test_a_shorter_one_that_comes_in_the_next_look_leads(server):
+    """With few places the queue is read in parts, and decided as a whole."""
+    for number, length in ((1, 30), (2, 20), (3, 10)):
+        server.ask(f"r{number}", prompt(number, length))
+    assert server.turn(capacity=2) == ["r3"]
+    assert server.waiting == ["r1", "r2"]
+
+
+def test_one_that_arrives_during_the_prefill_waits(server):
+    server.ask("r1", prompt(1, 500))
+    server.turn()
+    server.ask("r2", prompt(2))
+    # Not begun, and longer: the newcomer is read first, or beside it.
+    assert server.turn() == ["r2"]
+    server.generator.begin()
+    server.ask("r3", prompt(3))
+    assert server.turn() == []
+
+
+def test_two_followers_may_share_more(server):
+    longer = [*SHARED, *range(5000, 5000 + WORTH)]
+    server.ask("r1", prompt(1))
+    server.ask("r2", prompt(2, start=longer))
+    server.ask("r3", prompt(3, start=longer))
+    assert server.turn() == ["r1"]
+    server.generator.begin()
+    server.generator.finish()
+    assert server.turn() == ["r2"]
+    assert server.waiting == ["r3"]
+
+
+class TestStopping:
+    """Nobody is left behind by a server that ends."""
+
+    def test_all_are_admitted(self, server):
+        ask_all(server)
+        server.turn()
+        server._stop = True
+        server.requests.put(None)
+        assert server.turn() == ["r2", "r3", "r4"] and not server.stopped
+
+    def test_it_goes_on_while_there_is_no_room(self, server):
+        ask_all(server)
+        server.turn()
+        server._stop = True
+        server.requests.put(None)
+        assert server.turn(capacity=1) == ["r2"]
+        assert not server.requests.empty() and not server.stopped
+
+    def test_it_stops_when_nobody_waits(self, server):
+        server._stop = True
+        server.requests.put(None)
+        assert server.turn() == [] and server.stopped
+
+
+@pytest.mark.parametrize("missing", ["mode", "segments"])
+def test_without_a_tree_requests_pass(server, missing):
+    if missing == "mode":
+        server.apc_mode = None
+    else:
+        server.apc_manager.segments = None
+    ask_all(server)
+    assert len(server.turn()) == 4
+
+
+def test_a_fault_holds_nobody_up(server, monkeypatch):
+    def raising(*args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(server.apc_manager.segments, "peek", raising)
+    ask_all(server)
+    assert len(server.turn()) == 4
+
+
+class TestStops:
+    """Where layers can be resumed at few places, the leader keeps one for its followers."""
+
+    def plan(self, server, ids, stops):
+        coordinator = SimpleNamespace(manager=server.apc_manager)
+        return core.add_shared_stops(coordinator, ids, stops)
+
+    def test_of_one_that_has_not_begun(self, server):
+        ask_all(server)
+        server.turn()
+        final = len(prompt(1)) - 1
+        assert self.plan(server, prompt(1, 500), [600]) == [600]
+        assert self.plan(server, prompt(1), []) == []
+        assert self.plan(server, prompt(1), [20, final]) == [20, len(SHARED), final]
+        near = len(SHARED) - 3
+        assert self.plan(server, prompt(1), [near, final]) == [near, final]
+
+    def test_of_one_that_is_being_read(self, server):
+        server.ask("r1", prompt(1, 500))
+        server.turn()
+        server.generator.begin(checkpoints=True, done=100)
+        server.ask("r2", prompt(2))
+        assert server.turn() == []
+        (meta,) = server.generator._prompt_batch._apc_meta
+        assert meta["checkpoint_lengths"] == [len(SHARED), len(prompt(1, 500)) - 1]
+
+    def test_one_that_has_passed_it_is_not_waited_for(self, server):
+        server.ask("r1", prompt(1, 500))
+        server.turn()
+        server.generator.begin(checkpoints=True, done=len(SHARED) + 5)
+        server.ask("r2", prompt(2))
+        assert server.turn() == ["r2"]
+
+    def test_a_dense_one_keeps_all_it_has_read(self, server):
+        server.ask("r1", prompt(1, 500))
+        server.turn()
+        server.generator.begin(done=len(SHARED) + 5)
+        server.ask("r2", prompt(2))
+        assert server.turn() == []
+
+    def test_plans_are_bounded(self, server):
+        for number in range(2 * core.PLANS):
+            row = core.Row(core.Prompt(lambda n=number: prompt(n), 0))
+            core._plan_stop(server.apc_manager, row, len(SHARED))
+        assert len(server.apc_manager.shared_stops) <= core.PLANS
+
+
+class TestOneBatch:
+    """Rows that have been embedded already do not follow one another in one batch."""
+
+    def admit(self, generator):
+        with core.rows_that_share_nothing(generator):
+            size = min(
+                generator.prefill_batch_size, len(generator._unprocessed_sequences)
+            )
+            rows = generator._unprocessed_sequences[:size]
+            generator._unprocessed_sequences = generator._unprocessed_sequences[size:]
+        assert generator.prefill_batch_size == 8
+        return [row[0] for row in rows]
+
+    @pytest.fixture
+    def generator(self, server):
+        return server.generator
+
+    def test_those_that_share_go_one_after_the_other(self, generator):
+        for uid, ids in enumerate((prompt(1, 30), prompt(2, 20), [3, 4, 5])):
+            generator.insert(uid, ids)
+        assert self.admit(generator) == [2, 1]
+        generator.apc_manager.segments.keep(prompt(2, 20))
+        generator.insert(3, prompt(3, 40))
+        assert self.admit(generator) == [0, 3]
+
+    def test_nothing_is_compared_while_nobody_can_be_admitted(self, generator):
+        for uid in (1, 2):
+            generator.insert(uid, prompt(uid))
+        generator._prompt_batch = object()
+        with core.rows_that_share_nothing(generator):
+            assert generator.prefill_batch_size == 8
+        assert not hasattr(generator, "followers_among")
+
+    def test_rows_that_wait_are_compared_once(self, generator, monkeypatch):
+        calls = []
+        monkeypatch.setattr(
+            core, "best_leader", lambda *args: calls.append(args) or None
+        )
+        for uid in (1, 2):
+            generator.insert(uid, prompt(uid))
+        for _ in range(5):
+            with core.rows_that_share_nothing(generator):
+                pass
+        assert len(calls) == 2
+        generator.apc_manager.segments.keep([1, 2])
+        with core.rows_that_share_nothing(generator):
+            pass
+        assert len(calls) == 4
+
+    def test_a_step_without_a_queue_touches_nothing(self, generator):
+        before = dict(vars(generator))
+        with core.rows_that_share_nothing(generator):
+            assert vars(generator) == before
+        assert vars(generator) == before
