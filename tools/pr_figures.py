@@ -24,6 +24,26 @@ FIXTURES = "drafting_fixtures"
 sys.modules[f"mlx_vlm.tests.{FIXTURES}"] = importlib.import_module(FIXTURES)
 
 
+def warm_single_row() -> None:
+    """Bytes of the cache that decoding puts together from rows, a token."""
+    import test_warm_single_row as t
+
+    for name, length in (("dense", 49), ("hybrid", 49), ("hybrid", 490)):
+        patch = t.pytest.MonkeyPatch()
+        model = t.build_model(*t.MODELS[name])
+        run = t.Run(patch, model, t.manager())
+        first = t.prompt_of(length, 1)
+        for kind, prompt in (("cold", first), ("warm", first + t.prompt_of(20, 2))):
+            before = run.copied
+            tokens, (restored,) = run.ask(prompt)
+            own = [layer.__name__ for layer in dict.fromkeys(run.types[-1])]
+            copied = (run.copied - before) // len(tokens[0])
+            print(
+                f"{name}, {kind}, {restored} restored: {copied} bytes, {', '.join(own)}"
+            )
+        patch.undo()
+
+
 def row_positions() -> None:
     """Distance of a row's first log-prob from a cold single row's, in nats."""
     import test_row_positions as t
@@ -323,6 +343,7 @@ def main() -> int:
     print("patched tree" if patched else "stock")
     logging.disable(logging.ERROR)
     for figures in (
+        warm_single_row,
         row_positions,
         recurrent_rows,
         row_errors,
