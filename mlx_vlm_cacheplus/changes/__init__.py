@@ -23,6 +23,7 @@ ORDER: tuple[str, ...] = (
     "session-partitions",
     "undrafted-requests",
     "tenant-isolation",
+    "waiting-streams",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )
