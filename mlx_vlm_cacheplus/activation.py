@@ -239,12 +239,14 @@ def _complete_environment(words: list[str], selection: Selection) -> None:
         for name, value in os.environ.items():
             if before.get(name) != value:
                 _process.environ_before.setdefault(name, before.get(name))
-    promised = {
-        c.name
-        for c in _process.chosen
-        if c.guarantee and any(o.env in given for o in c.options)
-    }
-    _process.demanded = frozenset(promised.union(selection.names or ()))
+    promised = settings.promised_changes(_process.changes, given)
+    for change in promised:
+        if change not in _process.chosen:
+            raise settings.UsageError(
+                f"its options ask for {change.name}, which {selection.source} leaves out: name it as well, or drop them"
+            )
+    names = {change.name for change in promised}
+    _process.demanded = frozenset(names.union(selection.names or ()))
 
 
 def _apply() -> None:

@@ -188,6 +188,8 @@ def _names(node: ast.stmt) -> set[str]:
         }
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         return {node.target.id}
+    if isinstance(node, ast.Import):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return set()
 
 

@@ -167,6 +167,15 @@ def read_options(
     return given
 
 
+def promised_changes(changes: Iterable[Change], given: set[str]) -> list[Change]:
+    """Those whose guarantee was asked for: one of their options is set. given: what `read_options` returned."""
+    return [
+        change
+        for change in changes
+        if change.guarantee and any(option.env in given for option in change.options)
+    ]
+
+
 def choose_changes(selection: Selection, changes: Sequence[Change]) -> list[Change]:
     """The wanted changes and what they require, in the changes' order. Raises UsageError for an unknown name."""
     by_name = {change.name: change for change in changes}

@@ -26,6 +26,8 @@ ORDER: tuple[str, ...] = (
     "shared-prefill",
     "undrafted-requests",
     "row-samplers",
+    "tenant-isolation",
+    "waiting-streams",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )

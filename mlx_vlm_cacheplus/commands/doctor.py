@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
         _check_startup_file(),
         selection_check,
         _check_prefix_cache(),
+        _check_tenants(),
         _check_port(options.port),
     ]
     advice = collect_advice(report)
@@ -169,6 +170,31 @@ def _check_prefix_cache() -> Check:
     given = sorted(name for name in os.environ if name.startswith("APC_"))
     text = ", ".join(f"{name}={os.environ[name]}" for name in given)
     return Check("prefix cache", "ok", text or "stock's defaults; the flag turns it on")
+
+
+def _check_tenants() -> Check:
+    """Who may name a tenant, and how long what a tenant has stored can be found."""
+    from ..changes.tenant_isolation import CHANGE
+
+    key, proxy, _ = (option.env for option in CHANGE.options)
+    for option in CHANGE.options:
+        value = os.environ.get(option.env)
+        try:
+            if value is not None and option.check is not None:
+                option.check(value)
+        except ValueError as problem:
+            detail = f"{option.env}={value!r}: {problem}"
+            return Check("tenants", "problem", detail, "the server does not start")
+    who = "the proxy" if proxy in os.environ else "any client"
+    until = "across restarts" if key in os.environ else "within one process"
+    advice = ""
+    if key in os.environ and proxy not in os.environ:
+        advice = f"{proxy} would leave it to your proxy to name tenants"
+    elif proxy in os.environ and key not in os.environ:
+        advice = f"{key} would keep tenants' salts across restarts"
+    return Check(
+        "tenants", "ok", f"named by {who}; their salts are the same {until}", advice
+    )
 
 
 def _check_port(port: int) -> Check:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 
 import pytest
 
 from tests.behaviour.sessions import new_tokens
 from tests.behaviour.stored import leases
+from tests.behaviour.test_bad_input import look, picture
 from tests.behaviour.test_rejoin import records
 from tests.fakes.server import user
 
@@ -121,6 +123,36 @@ def test_tenants_share_nothing(make_server, model):
         two = server.chat(follow, max_tokens=8, headers={"X-APC-Tenant": tenant})
         assert two.prefilled <= new_tokens(two, [first]) + 1
         server.assert_cold(two)
+
+
+@change
+def test_all_of_the_salt_counts(make_server, monkeypatch):
+    """Salts that Python's hash() takes for one, and that differ in their high bits alone."""
+    server, asked = make_server("dense"), [records(12)]
+    low = {"a": 5, "b": 5 + (1 << 61) - 1, "c": 5 + (1 << 200)}
+    apc = importlib.import_module("mlx_vlm.apc")
+    monkeypatch.setattr(
+        apc, "tenant_scoped_hash", lambda tenant, payload_hash=0: low[tenant]
+    )
+    replies = [
+        server.chat(asked, max_tokens=2, headers={"X-APC-Tenant": t}) for t in "abca"
+    ]
+    assert [r.cached_tokens > 0 for r in replies] == [False, False, False, True]
+
+
+@change
+def test_pictures_and_tenant_are_both_in_the_salt(make_server):
+    server = make_server("vlm")
+    asked = [[records(4), look(picture(n))] for n in (1, 2)]
+    replies = [
+        server.chat(asked[n], max_tokens=2, headers={"X-APC-Tenant": tenant})
+        for tenant, n in (("a", 0), ("a", 1), ("b", 0), ("a", 0), ("b", 1))
+    ]
+    # A hit that reaches the picture, not only the text in front of it.
+    media = server.generator.model.config.image_token_id
+    behind = [reply.prompt_ids.index(media) for reply in replies]
+    hits = [r.cached_tokens > at for r, at in zip(replies, behind, strict=True)]
+    assert hits == [False, False, False, True, False]
 
 
 @guard

@@ -122,6 +122,15 @@ def test_guarantee_that_was_asked_for_by_its_option_is_an_error(stock):
     )
 
 
+def test_guarantee_is_not_left_out_of_the_names_in_silence(stock):
+    for words, environ in (
+        (("--cacheplus-isolate", "1"), {}),
+        ((), {"MLX_VLM_CACHEPLUS_ISOLATE": "1"}),
+    ):
+        line = error_line(stock.script("--cacheplus=fast", *words, **environ))
+        assert "ask for promise, which --cacheplus=fast leaves out" in line
+
+
 def test_failed_apply_is_rolled_back_whole(stock):
     result = stock.script("--cacheplus", TEST_RAISE="1")
     assert loaded_state(result)["filter"] == PLUS

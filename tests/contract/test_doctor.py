@@ -51,10 +51,28 @@ def test_selection_of_the_variable(stock):
         ({"MLX_VLM_CACHEPLUS": "nope"}, "selection"),
         ({"APC_ENABLED": "0"}, "prefix cache"),
         ({"APC_BLOCK_SIZE": "x"}, "prefix cache"),
+        ({"APC_TENANT_KEY_FILE": "/nowhere"}, "tenants"),
+        ({"APC_TENANT_HEADER": "two words"}, "tenants"),
     ],
 )
 def test_conflicting_settings_are_problems(stock, environ, name):
     assert check(ask(stock, code=1, **environ), name)["level"] == "problem"
+
+
+def test_who_may_name_a_tenant(stock, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 32)
+    key, proxy = (f"APC_TENANT_{name}_FILE" for name in ("KEY", "PROXY_SECRET"))
+
+    def tenants(*names):
+        row = check(ask(stock, **dict.fromkeys(names, str(secret))), "tenants")
+        return row["detail"], row["advice"]
+
+    nothing = "named by any client; their salts are the same within one process"
+    assert tenants() == (nothing, "")
+    assert proxy in tenants(key)[1] and "across restarts" in tenants(key)[0]
+    assert key in tenants(proxy)[1] and "by the proxy" in tenants(proxy)[0]
+    assert tenants(key, proxy)[1] == ""
 
 
 def test_drift_and_what_hangs_on_it(stock):

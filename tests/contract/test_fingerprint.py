@@ -106,7 +106,10 @@ def test_an_imported_name_stands_for_its_definition(importing, name, module, def
 def test_a_name_can_come_through_several_modules(importing):
     found = importing.definition(Target("mlx_vlm.top", "plain"))
     assert found == Target(LOOP, "plain")
-    assert importing.source(Target("mlx_vlm.top", "json")) is None
+
+
+def test_an_imported_module_is_its_import(importing):
+    assert importing.source(Target("mlx_vlm.top", "json")) == "import json"
 
 
 def test_an_edit_of_the_definition_is_one_of_the_imported_name(importing):
