@@ -258,6 +258,26 @@ def undrafted_requests() -> None:
     patch.undo()
 
 
+def speculative_turns() -> None:
+    """Rounds of a running reply between the arrival of a short request and its first token."""
+    import test_speculative_turns as t
+
+    for kind in t.DRAFTERS:
+        model, drafter = t.build_target(), t.build_drafter(kind)
+        asks = [(t.prompt_of(40, 1), 60), (t.prompt_of(12, 2), 6)]
+        want = [t.alone(model, kind, *ask)[0] for ask in asks]
+        run = t.drafted(model, drafter, kind)
+        uids = []
+        for prompt, max_tokens in asks:
+            uids += run.insert([prompt], max_tokens=max_tokens)
+            before = len(drafter.proposed)
+            while uids[-1] not in run.said:
+                run.step()
+        waited = len(drafter.proposed) - before
+        same = [run.drain()[uid] for uid in uids] == want
+        print(f"{kind}: {waited} rounds, tokens {'equal' if same else 'DIFFERENT'}")
+
+
 def _one_row(t: Any, model: Any, prompt: list[int], manager: Any) -> tuple[list, int]:
     generator = t.make_generator(model, manager)
     (uid,) = t.insert(generator, model, [prompt])
@@ -283,6 +303,7 @@ def main() -> int:
         draft_priming,
         draft_state,
         undrafted_requests,
+        speculative_turns,
     ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
         figures()

@@ -117,6 +117,7 @@ def test_two_that_arrive_together_make_one_batch(server):
     assert figures(replies[0]) == figures(wants[0])
     together = [who for kind, who in line.events if kind == "round" and len(who) == 2]
     assert together and set(together[0]) == set(others)
+    assert min(line.rounds_of(others[0])) < max(line.rounds_of(first))
 
 
 def test_a_cancelled_row_leaves_the_others_alone(server):
@@ -140,7 +141,7 @@ def test_a_cancelled_row_leaves_the_others_alone(server):
 
 def test_an_error_in_a_round_fails_its_own_batch(server, monkeypatch):
     long, other = asked(LONG, 96), asked(MIDDLE, 24)
-    (want, _) = alone(server, long, other)
+    want, _ = alone(server, long, other)
     kind = type(server.generator.draft_model)
     names = [n for n in ("draft_block", "draft_block_greedy") if hasattr(kind, n)]
     drafters = []
@@ -236,7 +237,8 @@ class Agents:
 
     def _ask(self, number, max_tokens, lines, more):
         if lines is not None:
-            return self._hang_up(number, lines)
+            self._hang_up(number, lines)
+            return
         reply = self.server.chat(
             self.prompts[number], max_tokens=max_tokens, stream=max_tokens == 12, **more
         )
