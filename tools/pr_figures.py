@@ -278,6 +278,19 @@ def speculative_turns() -> None:
         print(f"{kind}: {waited} rounds, tokens {'equal' if same else 'DIFFERENT'}")
 
 
+def fair_queue() -> None:
+    """Prompts answered before one of 60 tokens, 30 prompts of 6 tokens coming behind it."""
+    import test_fair_queue as t
+
+    for places in (1, 4):
+        model = t.model.__wrapped__()
+        generator = t.make_generator(model, places)
+        (long,) = t.insert(generator, model, t.LONG)
+        t.insert(generator, model, *[t.SHORT] * 30)
+        before = t.order_of_first_tokens(generator).index(long)
+        print(f"{places} admitted at once: {before}")
+
+
 def _one_row(t: Any, model: Any, prompt: list[int], manager: Any) -> tuple[list, int]:
     generator = t.make_generator(model, manager)
     (uid,) = t.insert(generator, model, [prompt])
@@ -304,6 +317,7 @@ def main() -> int:
         draft_state,
         undrafted_requests,
         speculative_turns,
+        fair_queue,
     ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
         figures()

@@ -23,6 +23,7 @@ ORDER: tuple[str, ...] = (
     "session-partitions",
     "undrafted-requests",
     "speculative-turns",
+    "fair-queue",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )

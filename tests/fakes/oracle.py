@@ -126,7 +126,7 @@ def _base(cls: type) -> type:
 def _oracle_class(base: type, oracle: Oracle) -> type:
     if hasattr(base, "accept_verified_tokens"):
         return _told_oracle_class(base, oracle)
-    if not base.make_cache(None):
+    if hasattr(base, "set_shared_kv"):
         return _stateless_oracle_class(base, oracle)
     return _untold_oracle_class(base, oracle)
 
