@@ -327,6 +327,39 @@ def row_samplers() -> None:
     patch.undo()
 
 
+def speculative_turns() -> None:
+    """Rounds of a running reply between the arrival of a short request and its first token."""
+    import test_speculative_turns as t
+
+    for kind in t.DRAFTERS:
+        model, drafter = t.build_target(), t.build_drafter(kind)
+        asks = [(t.prompt_of(40, 1), 60), (t.prompt_of(12, 2), 6)]
+        want = [t.alone(model, kind, *ask)[0] for ask in asks]
+        run = t.drafted(model, drafter, kind)
+        uids = []
+        for prompt, max_tokens in asks:
+            uids += run.insert([prompt], max_tokens=max_tokens)
+            before = len(drafter.proposed)
+            while uids[-1] not in run.said:
+                run.step()
+        waited = len(drafter.proposed) - before
+        same = [run.drain()[uid] for uid in uids] == want
+        print(f"{kind}: {waited} rounds, tokens {'equal' if same else 'DIFFERENT'}")
+
+
+def fair_queue() -> None:
+    """Prompts answered before one of 60 tokens, 30 prompts of 6 tokens coming behind it."""
+    import test_fair_queue as t
+
+    for places in (1, 4):
+        model = t.model.__wrapped__()
+        generator = t.make_generator(model, places)
+        (long,) = t.insert(generator, model, t.LONG)
+        t.insert(generator, model, *[t.SHORT] * 30)
+        before = t.order_of_first_tokens(generator).index(long)
+        print(f"{places} admitted at once: {before}")
+
+
 def _one_row(t: Any, model: Any, prompt: list[int], manager: Any) -> tuple[list, int]:
     generator = t.make_generator(model, manager)
     (uid,) = t.insert(generator, model, [prompt])
@@ -355,6 +388,8 @@ def main() -> int:
         shared_prefill,
         undrafted_requests,
         row_samplers,
+        speculative_turns,
+        fair_queue,
     ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")
         figures()

@@ -28,6 +28,8 @@ ORDER: tuple[str, ...] = (
     "row-samplers",
     "tenant-isolation",
     "waiting-streams",
+    "speculative-turns",
+    "fair-queue",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )

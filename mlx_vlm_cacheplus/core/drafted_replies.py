@@ -45,6 +45,7 @@ class DraftedRows:
         gone: rows that the round loop drops when it goes on.
         bonus: the newest token of each row, emitted but not processed.
         round: what the running round has decided: (row, accepted, new tokens).
+        newest: the same of the newest round, kept when ``round`` is entered.
         accepted: the newest round's accepted draft tokens of each row.
         beside: entered while a row is committed, with (batch, row, place in the
             caches, tokens that were processed); for whoever keeps more of a row.
@@ -56,6 +57,7 @@ class DraftedRows:
         self.gone: set[int] = set()
         self.bonus: dict[int, int] = {}
         self.round: list[tuple[int, int, list[int]]] | None = None
+        self.newest: list[tuple[int, int, list[int]]] = []
         self.accepted: dict[int, int] = {}
         self.beside: Callable[[Any, int, int, int], Any] = _alone
 
@@ -133,6 +135,7 @@ def cut_at_row_ends(
         new_tokens = [tokens[: least + 1] for tokens in new_tokens]
         accepted = [least] * len(accepted)
     drafted.round = list(zip(drafted.active, accepted, new_tokens, strict=True))
+    drafted.newest = drafted.round
     return accepted, new_tokens
 
 

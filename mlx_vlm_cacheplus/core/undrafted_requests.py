@@ -11,8 +11,9 @@ Invariants:
 1. A prompt batch is drafted as a whole or not at all.  A drafted batch has one sampler:
    where the generator's tells rows apart, rows that it samples differently are of
    different kinds.
-2. Decoding batches never mix: a drafted prompt batch is built only while no plain batch
-   decodes.  Rows that could be drafted join a plain batch undrafted, rather than wait.
+2. Decoding batches never mix.  Where one batch decodes at a time, a drafted prompt batch
+   is built only while no plain batch decodes, and rows that could be drafted join a
+   plain batch undrafted, rather than wait.  Where batches take turns they are drafted.
 3. Of the kinds that wait, the one with the oldest request goes first, and that request
    is in the batch.  So no kind starves another, however many requests arrive.
 4. Without a draft model nothing here does anything.
@@ -103,7 +104,7 @@ def rows_of_one_kind(generator: Any) -> Iterator[None]:
 def _line_up(generator: Any) -> None:
     """Put rows of the oldest one's kind in front, and admit no others with them."""
     queued = generator._unprocessed_sequences
-    if len(queued) < 2 or _decodes_plainly(generator):
+    if len(queued) < 2 or _all_are_plain(generator):
         return
     oldest = min(queued, key=lambda row: row[0])
     kind = _kind(generator, oldest)
@@ -133,7 +134,7 @@ def choose_drafting(generator: Any, rows: Sequence[tuple]) -> None:
     _keep_logprobs(generator, uids)
     kinds = [_kind(generator, row) for row in rows]
     # Of several kinds are rows that were to join plain ones, which have just ended.
-    if PLAIN not in kinds and len(set(kinds)) == 1 and not _decodes_plainly(generator):
+    if PLAIN not in kinds and len(set(kinds)) == 1 and not _all_are_plain(generator):
         return
     generator.draft_model = generator.draft_kind = None
     generator.undrafted_rows = _undrafted(generator) | set(uids)
@@ -209,6 +210,12 @@ def _needs_plain(generator: Any, row: tuple) -> bool:
     # Where the request does not think, its budget does nothing.
     counts = budget is not None and getattr(budget, "enable_thinking", True)
     return bool(processors) or counts or uid in getattr(generator, "logprob_rows", ())
+
+
+def _all_are_plain(generator: Any) -> bool:
+    """Whether rows that could be drafted join a plain batch instead."""
+    takes_turns = hasattr(generator, "speculative_batches")
+    return _decodes_plainly(generator) and not takes_turns
 
 
 def _decodes_plainly(generator: Any) -> bool:

@@ -30,6 +30,7 @@ class Flight:
         meta: stock's prefix-cache notes on the row.
         row: the ledger that output-tokens keeps, or drafted-replies where a draft model writes; None where they are off.
         reply: ids fed after the prompt, where there is no ledger.
+        draft_figures: what was drafted for this request alone, where speculative-turns counts it.
         draft_view: whether the draft model had read the prompt; of draft_model, None where there is none.
         emitted: tokens emitted, where a draft model writes: the newest is not in the ledger, and a round that was
             broken off can have left more there than came out; None elsewhere.
@@ -63,6 +64,7 @@ class Flight:
     draft_model: Any = None
     draft_kind: str | None = None
     draft_before: tuple[Any, ...] | None = None
+    draft_figures: Any = None
     draft_view: DrafterView = field(default_factory=DrafterView)
 
     @classmethod

@@ -183,12 +183,13 @@ class Seams:
 
         def next(batch: Any) -> list:
             responses = original(batch)
-            _safely(lambda: self._round(responses))
+            _safely(lambda: self._round(batch, responses))
             return responses
 
         return next
 
-    def _round(self, responses: list) -> None:
+    def _round(self, batch: Any, responses: list) -> None:
+        self.tracker.draft(getattr(batch, "draft_figures", {}))
         self.tracker.emit((r.uid for r in responses), (r.token for r in responses))
         for response in responses:
             if response.finish_reason is not None:

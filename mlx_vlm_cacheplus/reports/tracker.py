@@ -199,6 +199,13 @@ class Tracker:
                 if flight.row is None:
                     flight.reply.append(int(token))
 
+    def draft(self, figures: dict[int, Any]) -> None:
+        """Rows whose own drafting figures are kept, by speculative-turns; they count on."""
+        for uid, own in figures.items():
+            flight = self.flights.get(uid)
+            if flight is not None:
+                flight.draft_figures = own
+
     def leave(self, uid: int | None) -> None:
         """A row is being removed (None: it has been); its progress is gone from the batch afterwards."""
         self._local.leaving = uid
@@ -319,7 +326,10 @@ def _drafter(flight: Flight) -> Drafter:
     if reason is None and short is not None and short.reason == NOT_READ_BY_DRAFTER:
         reason = NOT_READ_BY_DRAFTER
     counts: tuple[int, ...] = ()
-    if before is not None and now[0] > before[0]:
+    own = flight.draft_figures
+    if own is not None:
+        counts = (own.rounds, own.drafted, own.accepted) if own.rounds else ()
+    elif before is not None and now[0] > before[0]:
         rounds, accepted, drafted = (
             after - earlier for after, earlier in zip(now, before, strict=True)
         )

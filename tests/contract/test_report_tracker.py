@@ -242,6 +242,22 @@ def test_with_a_draft_model_tokens_come_in_rounds():
     assert counts == (1, 3, 2)
 
 
+@pytest.mark.parametrize(("rounds", "counts"), [(2, (2, 6, 5)), (0, (None,) * 3)])
+def test_what_was_drafted_for_others_is_not_counted(rounds, counts):
+    """Where speculative-turns keeps figures of each row."""
+    draft = Drafter()
+    stage = Stage(draft=draft)
+    stage.queue(0, [1, 2, 3, 4])
+    batch = stage.decode(stage.prefill((0, 0), draft_model=draft), ledgers=False)
+    own = SimpleNamespace(rounds=rounds, drafted=6, accepted=5)
+    batch.draft_figures = {0: own, 5: SimpleNamespace()}
+    draft.speculative_total_rounds += 9
+    replies = [SimpleNamespace(uid=0, token=7, finish_reason="length")]
+    stage.seams.speculative_next(lambda _: replies)(batch)
+    drafter = stage.last()["drafter"]
+    assert (drafter["rounds"], drafter["drafted"], drafter["accepted"]) == counts
+
+
 def drafted_row(
     restored: int, *, whole: bool | None, reason: str | None = None, **coordinator: Any
 ) -> dict[str, Any]:

@@ -15,13 +15,18 @@ from typing import Any
 
 from tests.fakes.models import model_dir
 
-PACKAGES = {"mtp": "qwen3_5_mtp", "eagle3": "eagle3", "dflash": "gemma4_dflash"}
+PACKAGES = {
+    "mtp": "qwen3_5_mtp",
+    "eagle3": "eagle3",
+    "dflash": "gemma4_dflash",
+    "assistant": "gemma4_assistant",
+}
 
 
 def make_drafter(
     folder: Path, block_size: int = 4, seed: int = 7, kind: str = "mtp"
 ) -> str:
-    """Write a drafter of one layer: MTP for the hybrid model, EAGLE-3 or DFlash for the dense one."""
+    """Write a drafter of one layer: MTP for the hybrid model, the others for the dense one."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_map
 
@@ -59,6 +64,13 @@ def _config(kind: str) -> dict[str, Any]:
         "vocab_size",
     )
     layer = {**{name: target[name] for name in names}, "num_hidden_layers": 1}
+    if kind == "assistant":
+        own = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        return {
+            "model_type": "gemma4_assistant",
+            "backbone_hidden_size": target["hidden_size"],
+            "text_config": {**target, **own},
+        }
     if kind == "eagle3":
         return {
             "model_type": "eagle3",
@@ -79,41 +91,27 @@ class Oracle:
 
     plans: replies that the target is known to give.  A row is told from others by
         what it has said so far.
-    wrong_every: every so many-th proposal is an error; 0 for none.
+    wrong_every: every so many-th token of a reply is proposed wrong; 0 for none.
     rounds: (proposed, accepted) of each row and round.
     """
 
     def __init__(self, plans: Sequence[Sequence[int]], wrong_every: int = 5):
         self.plans = [list(plan) for plan in plans]
         self.wrong_every = wrong_every
-        self.said: list[list[int]] = []
         self.rounds: list[tuple[int, int]] = []
-        self._proposed = 0
 
     def install(self, draft_model: Any) -> None:
         """Take the place of a loaded drafter's proposals, until it is loaded again."""
         draft_model.__class__ = _oracle_class(_base(type(draft_model)), self)
 
-    def start(self, bonus: list[int]) -> None:
-        """Note the first token of each row of a batch that was just prefilled."""
-        self.said = self.said or [[token] for token in bonus]
-
-    def propose(self, row: int, count: int) -> list[int]:
-        """What this row will say next, with planted errors."""
-        said = self.said[row]
+    def propose(self, said: list[int], count: int) -> list[int]:
+        """What a row that has said this will say next, with planted errors."""
         plan = next((p for p in self.plans if p[: len(said)] == said), [])
         tokens = (plan[len(said) :] + [0] * count)[:count]
         for i in range(count):
-            self._proposed += 1
-            if self.wrong_every and self._proposed % self.wrong_every == 0:
+            if self.wrong_every and (len(said) + i) % self.wrong_every == 0:
                 tokens[i] = (tokens[i] + 1) % 600
         return tokens
-
-    def verified(self, proposed: int, accepted: list[int], new: list[list[int]]):
-        """Note what the target made of a round."""
-        for row, tokens in enumerate(new):
-            self.said[row] += [int(t) for t in tokens]
-            self.rounds.append((proposed, int(accepted[row])))
 
     @property
     def accepted(self) -> int:
@@ -125,15 +123,45 @@ def _base(cls: type) -> type:
     return cls.__mro__[1] if cls.__name__ == "OracleDrafter" else cls
 
 
-def _is_told(base: type) -> bool:
-    """Whether the round loop tells this drafter what was accepted."""
-    return hasattr(base, "accept_verified_tokens")
-
-
 def _oracle_class(base: type, oracle: Oracle) -> type:
-    if not _is_told(base):
-        return _untold_oracle_class(base, oracle)
-    return _told_oracle_class(base, oracle)
+    if hasattr(base, "accept_verified_tokens"):
+        return _told_oracle_class(base, oracle)
+    if hasattr(base, "set_shared_kv"):
+        return _stateless_oracle_class(base, oracle)
+    return _untold_oracle_class(base, oracle)
+
+
+def _stateless_oracle_class(base: type, oracle: Oracle) -> type:
+    """For assistants: the target's length tells what was accepted.
+
+    Rows that are prefilled together have the drafter's own proposals.
+    """
+    import mlx.core as mx
+
+    class OracleDrafter(base):  # type: ignore[valid-type,misc]
+        def reset(self, *args: Any, **kwargs: Any) -> Any:
+            self.__dict__["_row"] = None
+            return super().reset(*args, **kwargs)
+
+        def draft_block(self, last_bonus: Any, *args: Any, **kwargs: Any) -> Any:
+            drafted = super().draft_block(last_bonus, *args, **kwargs)
+            row = self.__dict__["_row"]
+            if row == "several" or isinstance(last_bonus, int) or len(last_bonus) > 1:
+                self.__dict__["_row"] = "several"
+                return drafted
+            (bonus,) = last_bonus.tolist()
+            (length,) = self._kv_valid_len.tolist()
+            if row is None:
+                row = self.__dict__["_row"] = {"said": [bonus]}
+            else:
+                accepted = length - row["length"] - 1
+                row["said"] += [*row["proposed"][:accepted], bonus]
+                oracle.rounds.append((len(row["proposed"]), accepted))
+            row["length"] = length
+            row["proposed"] = oracle.propose(row["said"], drafted.shape[1])
+            return mx.array([row["proposed"]], dtype=drafted.dtype)
+
+    return OracleDrafter
 
 
 def _untold_oracle_class(base: type, oracle: Oracle) -> type:
@@ -142,7 +170,6 @@ def _untold_oracle_class(base: type, oracle: Oracle) -> type:
 
     class OracleDrafter(base):  # type: ignore[valid-type,misc]
         def reset(self, *args: Any, **kwargs: Any) -> Any:
-            oracle.said = []
             self.__dict__["_rows"] = []
             return super().reset(*args, **kwargs)
 
@@ -153,16 +180,14 @@ def _untold_oracle_class(base: type, oracle: Oracle) -> type:
             rows = self.__dict__["_rows"]
             known = next((r for r in rows if r["cache"] is cache), None)
             if known is None:
-                known = {"cache": cache, "row": len(rows)}
+                known = {"cache": cache, "said": [int(last_bonus)]}
                 rows.append(known)
-                oracle.said.append([int(last_bonus)])
             else:
                 # One hidden state for each token of the round, the bonus included.
                 accepted = hidden.shape[1] - 1
-                new = [*known["proposed"][:accepted], int(last_bonus)]
-                oracle.said[known["row"]] += new
+                known["said"] += [*known["proposed"][:accepted], int(last_bonus)]
                 oracle.rounds.append((len(known["proposed"]), accepted))
-            tokens = oracle.propose(known["row"], drafted.shape[1])
+            tokens = oracle.propose(known["said"], drafted.shape[1])
             known["proposed"] = tokens
             return mx.array([tokens], dtype=drafted.dtype)
 
@@ -174,24 +199,30 @@ def _untold_oracle_class(base: type, oracle: Oracle) -> type:
 def _told_oracle_class(base: type, oracle: Oracle) -> type:
     import mlx.core as mx
 
-    def propose(model: Any, drafted: Any, last_bonus: Any) -> Any:
-        bonus = [last_bonus] if isinstance(last_bonus, int) else last_bonus.tolist()
-        oracle.start(bonus)
-        count = drafted.shape[1]
-        rows = [oracle.propose(row, count) for row in range(len(bonus))]
-        return mx.array(rows, dtype=drafted.dtype)
-
     class OracleDrafter(base):  # type: ignore[valid-type,misc]
+        # What each row of this drafter's batch has said so far.
+        _said: list[list[int]]
+
         def reset(self, *args: Any, **kwargs: Any) -> Any:
-            oracle.said = []
+            self.__dict__["_said"] = []
             return super().reset(*args, **kwargs)
 
         def draft_block(self, last_bonus: Any, *args: Any, **kwargs: Any) -> Any:
             drafted = super().draft_block(last_bonus, *args, **kwargs)
-            return propose(self, drafted, last_bonus)
+            bonus = [last_bonus] if isinstance(last_bonus, int) else last_bonus.tolist()
+            if not self._said:
+                self._said += [[token] for token in bonus]
+            count = drafted.shape[1]
+            rows = [oracle.propose(self._said[row], count) for row in range(len(bonus))]
+            return mx.array(rows, dtype=drafted.dtype)
 
         # Rounds of other kinds take this one when they are greedy.
         draft_block_greedy = draft_block
+
+        def _note(self, draft: Any, accepted: Any, new: Any) -> None:
+            for row, tokens in enumerate(new):
+                self._said[row] += [int(t) for t in tokens]
+                oracle.rounds.append((draft.shape[1], int(accepted[row])))
 
         def accept_verified_tokens(
             self,
@@ -202,7 +233,7 @@ def _told_oracle_class(base: type, oracle: Oracle) -> type:
             *args: Any,
             **kw: Any,
         ) -> None:
-            oracle.verified(draft.shape[1], [accepted], [new])
+            self._note(draft, [accepted], [new])
             super().accept_verified_tokens(hidden, draft, accepted, new, *args, **kw)
 
         def accept_verified_tokens_batch(
@@ -215,14 +246,14 @@ def _told_oracle_class(base: type, oracle: Oracle) -> type:
             **kw: Any,
         ) -> None:
             if len(accepted) > 1:  # a batch of one is passed on to the other method
-                oracle.verified(draft.shape[1], accepted, new)
+                self._note(draft, accepted, new)
             super().accept_verified_tokens_batch(
                 hidden, draft, accepted, new, *args, **kw
             )
 
         def filter_batch(self, keep: Any) -> None:
             kept = keep.tolist() if hasattr(keep, "tolist") else list(keep)
-            oracle.said = [oracle.said[i] for i in kept]
+            self.__dict__["_said"] = [self._said[i] for i in kept]
             super().filter_batch(keep)
 
     return OracleDrafter
