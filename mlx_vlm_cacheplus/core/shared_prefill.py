@@ -126,17 +126,16 @@ def admit(
         door.let_in_followers()
     arrived: list[Any] = []
     should_stop = False
-    while door.room_beside(arrived) != 0:
+    room = door.room_beside(arrived)
+    while room != 0:
         received, stop = receive(
-            active=active or bool(door.admitted or arrived),
-            capacity=door.room_beside(arrived),
-            **options,
+            active=active or bool(door.admitted or arrived), capacity=room, **options
         )
         should_stop |= stop
         arrived += received
-        # Those that wait leave room for others.
-        if capacity is None or not received:
+        if room is None or not received:
             break
+        room = door.room_beside(arrived)  # those that wait leave it to others
         options.pop("coalesce_s", None)
     door.let_in(arrived)
     if server._stop and door.waiting:
@@ -200,6 +199,8 @@ class _Door:
 
         A request that came alone is not looked at.
         """
+        if not arrived:
+            return []
         prompts = [
             self._prompts.setdefault(id(request), _prompt_of(request))
             for request in arrived

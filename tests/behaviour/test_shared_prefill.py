@@ -7,6 +7,7 @@ import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.behaviour.sessions import common
@@ -31,11 +32,17 @@ generation = importlib.import_module("mlx_vlm.server.generation")
 ar = importlib.import_module("mlx_vlm.generate.ar")
 
 
-def agent(number, text=SYSTEM, lines=None, **body):
-    """A request of that system text, with a question of its own."""
+def agent(number, text=SYSTEM, lines=None, inside=False, **body):
+    """A request of that system text, with a question of its own.
+
+    inside: the text is in the question's message, so that prompts part inside a message.
+    """
     own = records(6 + number if lines is None else lines)["content"]
-    question = user(f"{number} is the agent's number\n{own}\nget: amber{number}")
-    return {"messages": [system(text), question], "max_tokens": 8, **body}
+    question = f"{number} is the agent's number\n{own}\nget: amber{number}"
+    messages = [system(text), user(question)]
+    if inside:
+        messages = [user(f"{text}\n{question}")]
+    return {"messages": messages, "max_tokens": 8, **body}
 
 
 def agents(count=4, **body):
@@ -166,7 +173,7 @@ def test_agents_join_while_it_is_being_read(make_server, held, model, at):
     """The leader's prefill learns where they leave it while it runs."""
     server = make_server(model, env={"PREFILL_STEP_SIZE": str(CHUNK)})
     stands = held(at)
-    first, *others = agents()
+    first, *others = agents(inside=True)
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(server.chat, **first)]
         assert stands.reached.wait(REQUEST_SECONDS)
@@ -183,7 +190,7 @@ def test_agents_join_while_it_is_being_read(make_server, held, model, at):
 def test_c15_another_takes_over_from_a_leader_that_hangs_up(make_server, held, model):
     server = make_server(model, env={"PREFILL_STEP_SIZE": str(CHUNK)})
     stands = held(2)
-    first, *others = agents()
+    first, *others = agents(inside=True)
     gone = server._expect(None, "stop")
     body = server._body({"messages": first["messages"]}, gone, True, {"max_tokens": 8})
     with ThreadPoolExecutor(3) as pool:
@@ -296,6 +303,31 @@ def test_tenants_share_nothing_and_do_not_wait(make_server, embedded):
     )
     assert embedded[3:4] == [("read", 3)]
     assert all(reply.cached_tokens == 0 for reply in replies)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("model", MODELS)
+def test_one_that_hangs_up_while_it_waits_costs_nobody_anything(
+    make_server, held, model
+):
+    server = make_server(model, env={"PREFILL_STEP_SIZE": str(CHUNK)})
+    stands = held(2)
+    first, gone, *others = agents()
+    record = server._expect(None, "stop")
+    short = {"max_tokens": 8}
+    body = server._body({"messages": gone["messages"]}, record, False, short)
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(server.chat, **first)]
+        assert stands.reached.wait(REQUEST_SECONDS)
+        with pytest.raises(httpx.ReadTimeout):
+            server.host.client.post("/v1/chat/completions", json=body, timeout=0.5)
+        queued(server, 1)
+        jobs += [pool.submit(server.chat, **other) for other in others]
+        queued(server, 3)
+        stands.release.set()
+        replies = [job.result(REQUEST_SECONDS) for job in jobs]
+    server.wait_idle()
+    assert_as_if_alone(server, replies)
 
 
 @pytest.mark.guard

@@ -265,6 +265,17 @@ def test_a_prefix_that_leaves_pictures_behind_it_is_not_shared():
     assert server.waiting == ["r4"]
 
 
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_while_nobody_comes_and_nobody_waits_no_row_is_looked_at(
+    server, monkeypatch, capacity
+):
+    """It is asked at every step."""
+    server.ask("r1", prompt(1))
+    server.turn()
+    monkeypatch.setattr(core, "_rows_at_work", None)
+    assert server.turn(capacity) == []
+
+
 def test_followers_take_no_place(server):
     ask_all(server)
     server.ask("stranger", [5, 5, 5])
