@@ -190,6 +190,10 @@ def test_the_first_token_is_no_round():
     assert batch.draft_figures == {7: core.DraftFigures()}
 
 
+def test_a_batch_that_is_built_by_hand_emits_as_before():
+    assert core.whole_round(SimpleNamespace(), lambda: ["one"]) == ["one"]
+
+
 def test_a_turn_ends_with_its_last_row():
     batch = Rounds("dflash", [[(0, 2, [5, 6, 7])]])
 

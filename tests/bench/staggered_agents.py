@@ -1,0 +1,215 @@
+"""Four agents at once with a draft model: time to first token, and tokens per second of all together.
+
+    python -m tests.bench.staggered_agents                      all bundled drafters, about ten minutes
+    python -m tests.bench.staggered_agents --small              the mechanics: two agents, one drafter
+
+Three sides, each a process of its own with the in-process server of the tests (tiny trained models, greedy, float32,
+CPU): stock with the drafter, stock without it, and the plugin with the drafter.  Each agent has a conversation of
+its own; the next one starts when the one before it has its eighth event.  A side plays everything once to compile, then, on
+an empty cache, timed.  The order of the sides alternates between rounds.
+
+Sides are compared where they did the same work: equal ids of every prompt and reply.  Otherwise no ratio is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.bench import gpu_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+STOCK, ALONE, PLUS = "stock + drafter", "stock", "plus + drafter"
+SIDES = (STOCK, ALONE, PLUS)
+TOKENS = 96
+# Events of a stream behind which the next agent starts.
+LEAD = 8
+
+
+class Agent:
+    """One conversation, and what each of its requests took."""
+
+    def __init__(self, server: Any, number: int, turns: int):
+        from tests.fakes.models import record_prompt
+
+        self.server, self.turns = server, turns
+        self.chat = record_prompt(300 + number, 20, filler=4, task="get", count=10)
+        self.asked = list(self.chat.messages)
+        self.leads = threading.Event()
+        self.requests: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        try:
+            for turn in range(self.turns):
+                self._ask(turn)
+        finally:
+            self.leads.set()
+
+    def _ask(self, turn: int) -> None:
+        times: list[float] = []
+
+        def seen() -> None:
+            times.append(time.perf_counter())
+            if len(times) == LEAD:
+                self.leads.set()
+
+        self.server.watch(seen)
+        sent = time.perf_counter()
+        reply = self.server.chat(self.asked, max_tokens=TOKENS, stream=True)
+        self.requests.append(
+            {
+                "wait": times[0] - sent,
+                "tokens": len(reply.ids),
+                "work": [reply.prompt_ids, reply.ids],
+            }
+        )
+        # At most ten records again, drawn from the agent's own.
+        self.asked += [reply.message(), self.chat.ask("get", 10)]
+
+
+def watched_server(host: Any, settings: Any) -> Any:
+    """A TinyServer that tells each thread of the text events of its own stream."""
+    from tests.fakes.server import TinyServer
+
+    class Watched(TinyServer):
+        local = threading.local()
+
+        def watch(self, seen: Any) -> None:
+            self.local.seen = seen
+
+        def _events(self, *args: Any) -> Iterator[dict[str, Any]]:
+            for event in super()._events(*args):
+                choices = event.get("choices") or [{}]
+                if (choices[0].get("delta") or {}).get("content"):
+                    self.local.seen()
+                yield event
+
+    return Watched(host, settings)
+
+
+def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
+    """All agents, staggered, on an empty cache."""
+    server.clear_cache()
+    crew = [Agent(server, number, turns) for number in range(agents)]
+    started = time.perf_counter()
+    with ThreadPoolExecutor(agents) as pool:
+        jobs = []
+        for agent in crew:
+            jobs.append(pool.submit(agent.run))
+            agent.leads.wait(120)
+        for job in jobs:
+            job.result()
+    seconds = time.perf_counter() - started
+    requests = [request for agent in crew for request in agent.requests]
+    return {
+        "ttft": statistics.mean(request["wait"] for request in requests),
+        "worst": max(request["wait"] for request in requests),
+        "rate": sum(request["tokens"] for request in requests) / seconds,
+        "work": [request["work"] for request in requests],
+    }
+
+
+def run_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
+    """In a process of its own: one pass to compile, one that is timed."""
+    if side == PLUS:
+        import mlx_vlm_cacheplus
+
+        report = mlx_vlm_cacheplus.activate()
+        assert all(finding.state.is_good for finding in report.findings)
+    from tests.fakes.host import Settings, resolve_model, serving
+    from tests.fakes.models import DRAFTERS
+
+    with serving() as host:
+        settings = Settings(
+            resolve_model(DRAFTERS[name]),
+            draft_model=None if side == ALONE else resolve_model(name),
+            apc_checkpoint_entries=32,
+        )
+        server = watched_server(host, settings)
+        play(server, agents, turns)
+        return play(server, agents, turns)
+
+
+def ask_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
+    """Run one side in a process and return what it measured."""
+    command = [sys.executable, "-m", "tests.bench.staggered_agents", "--side", side]
+    command += ["--drafters", name, "--agents", str(agents), "--turns", str(turns)]
+    switch = "" if side == PLUS else "0"
+    env = {**os.environ, "MLX_VLM_CACHEPLUS": switch, "PYTHONPATH": str(ROOT)}
+    env |= {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows_of(name: str, rounds: list[dict[str, dict[str, Any]]]) -> list[list[str]]:
+    """The rows of one drafter: medians over rounds, and ratios to stock with the drafter."""
+
+    def median(side: str, figure: str) -> float:
+        return statistics.median(played[side][figure] for played in rounds)
+
+    rows = []
+    for side in SIDES:
+        ratios = ["", ""]
+        if side != STOCK:
+            same = all(p[side]["work"] == p[STOCK]["work"] for p in rounds)
+            ratios = [
+                f"{median(side, f) / median(STOCK, f):.2f}" if same else "other work"
+                for f in ("ttft", "rate")
+            ]
+        figures = [f"{1000 * median(side, f):.0f}" for f in ("ttft", "worst")]
+        rate = f"{median(side, 'rate'):.0f}"
+        rows.append([f"`{name}`", side, *figures, ratios[0], rate, ratios[1]])
+    return rows
+
+
+def main() -> int:
+    from tests.fakes.models import DRAFTERS
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--drafters", nargs="*", default=sorted(DRAFTERS))
+    parser.add_argument("--agents", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--small", action="store_true", help="the mechanics alone")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.small:
+        options.drafters, options.agents = ["dense-dflash"], 2
+        options.turns = options.rounds = 1
+    shape = (options.agents, options.turns)
+    if options.side:
+        print(json.dumps(run_side(options.side, options.drafters[0], *shape)))
+        return 0
+    rows = []
+    for name in options.drafters:
+        rounds = []
+        for number in range(options.rounds):
+            order = SIDES if number % 2 == 0 else SIDES[::-1]
+            rounds.append({side: ask_side(side, name, *shape) for side in order})
+        rows += rows_of(name, rounds)
+    header = [
+        "drafter",
+        "side",
+        "mean TTFT, ms",
+        "worst TTFT, ms",
+        "of stock + drafter",
+    ]
+    print(gpu_tables.table(header + ["tok/s of all", "of stock + drafter"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
