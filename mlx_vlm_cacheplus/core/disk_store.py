@@ -34,6 +34,7 @@ from .disk_index import (
     COLUMNS,
     INDEX,
     SCHEMA,
+    SPAN,
     TABLES,
     Entry,
     New,
@@ -118,7 +119,7 @@ class DiskStore:
 
     def count(self) -> None:
         """Read the totals and the clock from the index."""
-        row = self._reader.execute(
+        row = self._managing.execute(
             "SELECT COUNT(*), COALESCE(SUM(nbytes), 0) FROM entries"
         )
         self.entries, self.nbytes = row.fetchone()
@@ -153,6 +154,13 @@ class DiskStore:
         return self._reading
 
     @property
+    def _managing(self) -> sqlite3.Connection:
+        """What is asked beside requests goes another way than what they ask."""
+        if self._writing is None:
+            raise OSError("the store is not open")
+        return self._writing
+
+    @property
     def _writer(self) -> sqlite3.Connection:
         if self._writing is None or not self.is_writer:
             raise OSError("another process writes to this store")
@@ -185,22 +193,25 @@ class DiskStore:
         return supplements(self._reader, spans)
 
     def ids_of(self, entry: Entry) -> list[int]:
-        """Token ids of a span."""
-        (blob,) = self._reader.execute(
-            "SELECT ids FROM entries WHERE number = ?", (entry.number,)
+        """Token ids of a span, or of the one that a supplement belongs to."""
+        number = entry.number if entry.kind == SPAN else entry.parent
+        row = self._reader.execute(
+            "SELECT ids FROM entries WHERE number = ?", (number,)
         ).fetchone()
-        return unpack(blob)
+        if row is None:
+            raise OSError(f"{entry.name} has gone")
+        return unpack(row[0])
 
     def all_entries(self) -> list[Entry]:
         """Every row; for lists and evictions, not for requests."""
         return [
             Entry(*row)
-            for row in self._reader.execute(f"SELECT {COLUMNS} FROM entries")
+            for row in self._managing.execute(f"SELECT {COLUMNS} FROM entries")
         ]
 
     def all_roots(self) -> list[tuple[int, str, int, str, str]]:
         """Number, identity, salt, layout and note of every root."""
-        return self._reader.execute(
+        return self._managing.execute(
             "SELECT number, identity, salt, layout, note FROM roots"
         ).fetchall()
 
@@ -222,7 +233,7 @@ class DiskStore:
 
     def recall(self, name: str) -> str | None:
         """A fact that was noted, or None."""
-        row = self._reader.execute(
+        row = self._managing.execute(
             "SELECT value FROM facts WHERE name = ?", (name,)
         ).fetchone()
         return None if row is None else row[0]
@@ -237,18 +248,18 @@ class DiskStore:
 
     def root(self, identity: str, salt: int, layout: str, note: str = "") -> int:
         """The number of a root, which is made if it is not there."""
-        key = (identity, salt, layout)
+        known = self._writer.execute(
+            "SELECT number FROM roots WHERE identity = ? AND salt = ? AND layout = ?",
+            (identity, salt, layout),
+        ).fetchone()
+        if known is not None:
+            return int(known[0])
         with self._writer as writer:
-            writer.execute(
-                "INSERT OR IGNORE INTO roots (identity, salt, layout, note) "
-                "VALUES (?, ?, ?, ?)",
-                (*key, note),
+            cursor = writer.execute(
+                "INSERT INTO roots (identity, salt, layout, note) VALUES (?, ?, ?, ?)",
+                (identity, salt, layout, note),
             )
-            (number,) = writer.execute(
-                "SELECT number FROM roots WHERE identity = ? AND salt = ? AND layout = ?",
-                key,
-            ).fetchone()
-        return number
+        return int(cursor.lastrowid or 0)
 
     def walk_to_write(
         self, root: int, ids: Sequence[int]
@@ -257,8 +268,12 @@ class DiskStore:
         spans = walk(self._writer, root, ids)
         return spans, supplements(self._writer, [span for span, _ in spans])
 
-    def add(self, new: New) -> Entry:
-        """Write an entry; it is complete when this returns, or not there at all."""
+    def add(self, new: New, used: Iterable[int] = ()) -> Entry:
+        """Write an entry; it is complete when this returns, or not there at all.
+
+        Args:
+            used: numbers of others that were used with it.
+        """
         writer = self._writer
         name = uuid.uuid4().hex
         digest = xxhash.xxh3_128()
@@ -277,7 +292,7 @@ class DiskStore:
                     f"first, ids) VALUES ({marks})",
                     (*row, new.ids[0] if new.ids else None, pack(new.ids)),
                 )
-                self._save_clock(writer)
+                self._touch(writer, used)
         except sqlite3.Error:
             self.folder.remove(name)
             raise
@@ -288,13 +303,13 @@ class DiskStore:
         """These entries were used now."""
         self.clock += 1
         with self._writer as writer:
-            writer.executemany(
-                "UPDATE entries SET last_use = ? WHERE number = ?",
-                [(self.clock, number) for number in numbers],
-            )
-            self._save_clock(writer)
+            self._touch(writer, numbers)
 
-    def _save_clock(self, writer: sqlite3.Connection) -> None:
+    def _touch(self, writer: sqlite3.Connection, numbers: Iterable[int]) -> None:
+        writer.executemany(
+            "UPDATE entries SET last_use = ? WHERE number = ?",
+            [(self.clock, number) for number in numbers],
+        )
         writer.execute(
             "INSERT OR REPLACE INTO facts VALUES ('clock', ?)", (str(self.clock),)
         )
