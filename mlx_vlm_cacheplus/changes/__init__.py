@@ -22,6 +22,7 @@ ORDER: tuple[str, ...] = (
     "draft-state",
     "session-partitions",
     "undrafted-requests",
+    "durable-disk",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )

@@ -179,6 +179,14 @@ def _config(path: Path) -> Any:
         return text
 
 
+def tokenizer_name(folder: Path) -> str:
+    """Names what turns text into token ids, and back."""
+    files = sorted(
+        {*folder.glob("*token*"), *folder.glob("vocab*"), *folder.glob("*.txt")}
+    )
+    return name_of([(f.name, whole(f)) for f in files if f.is_file()])
+
+
 def numerics(config: Any) -> Any:
     """A configuration without what changes no number."""
     if isinstance(config, dict):

@@ -16,6 +16,8 @@ SPAN, STATE, COMPANION = range(3)
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS replies (
+  key BLOB PRIMARY KEY, owner TEXT, content BLOB, last_use INTEGER);
 CREATE TABLE IF NOT EXISTS roots (
   number INTEGER PRIMARY KEY, identity TEXT, salt INTEGER, layout TEXT, note TEXT,
   UNIQUE (identity, salt, layout));

@@ -51,6 +51,8 @@ from .disk_index import (
 
 # Of the cap, what an eviction leaves free, so that not every write needs one.
 SLACK = 0.05
+# Replies whose tokens are remembered.
+MOST_REPLIES = 256
 
 
 class Spoiled(Exception):
@@ -246,6 +248,33 @@ class DiskStore:
                 "INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items())
             )
 
+    def keep_reply(self, owner: str, key: bytes, content: bytes) -> None:
+        """Remember what a reply's tokens were; the oldest of many go."""
+        self.clock += 1
+        with self._writer as writer:
+            writer.execute(
+                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
+                (key, owner, content, self.clock),
+            )
+            writer.execute(
+                "DELETE FROM replies WHERE key IN (SELECT key FROM replies "
+                "ORDER BY last_use DESC LIMIT -1 OFFSET ?)",
+                (MOST_REPLIES,),
+            )
+            self._touch(writer, ())
+
+    def replies(self, owner: str) -> list[bytes]:
+        """What was remembered of an owner's replies, the newest last."""
+        rows = self._managing.execute(
+            "SELECT content FROM replies WHERE owner = ? ORDER BY last_use", (owner,)
+        )
+        return [content for (content,) in rows]
+
+    def forget_replies(self) -> None:
+        """Remember none."""
+        with self._writer as writer:
+            writer.execute("DELETE FROM replies")
+
     def root(self, identity: str, salt: int, layout: str, note: str = "") -> int:
         """The number of a root, which is made if it is not there."""
         known = self._writer.execute(
@@ -338,6 +367,29 @@ class DiskStore:
         self.drop([entry], spoiled=True)
         return [entry, *above]
 
+    def forget(self, chosen: set[int]) -> list[Entry]:
+        """Remove these entries for good, and what stands inside them.
+
+        One that others go on from at its end is theirs too, and stays.
+        """
+        entries = self.all_entries()
+        by_number = {entry.number: entry for entry in entries}
+        theirs = {
+            entry.parent
+            for entry in entries
+            if entry.number not in chosen
+            and entry.parent in by_number
+            and entry.kind == SPAN
+            and entry.start == by_number[entry.parent].stop
+        }
+        gone: dict[int, Entry] = {}
+        for entry in entries:
+            if entry.number in chosen - theirs:
+                gone[entry.number] = entry
+                gone |= {e.number: e for e in standing_on(entry, entries)}
+        self.drop(gone.values())
+        return list(gone.values())
+
     def make_room(self, nbytes: int, order: Order | None = None) -> list[Entry] | None:
         """Remove entries until ``nbytes`` fit; nobody goes where they never would.
 
@@ -378,3 +430,28 @@ def _hashed(chunks: Iterable[memoryview | bytes], digest: Any) -> Iterator[memor
         view = memoryview(chunk).cast("B")
         digest.update(view)
         yield view
+
+
+def summary(store: DiskStore) -> list[dict[str, Any]]:
+    """What is stored, one row a root."""
+    totals: dict[int, list[int]] = {}
+    for entry in store.all_entries():
+        total = totals.setdefault(entry.root, [0, 0, 0, 0])
+        total[0] += 1
+        total[1] += entry.nbytes
+        total[2] += entry.stop - entry.start if entry.kind == SPAN else 0
+        total[3] = max(total[3], entry.last_use)
+    return [
+        {
+            "root": number,
+            "model": note,
+            "identity": identity,
+            "salt": salt,
+            "entries": totals[number][0],
+            "bytes": totals[number][1],
+            "tokens": totals[number][2],
+            "last_use": totals[number][3],
+        }
+        for number, identity, salt, _, note in store.all_roots()
+        if number in totals
+    ]

@@ -29,6 +29,7 @@ from . import eviction
 from .disk_format import HostSegment, export_segments, to_segment, to_states
 from .disk_index import COMPANION, Entry, least_recently_used
 from .disk_reader import DiskReader, Found, Load, layout_text
+from .disk_settings import QUEUE_BYTES
 from .disk_store import DiskStore
 from .disk_writer import FAULTS, DiskWriter, Mark, Parcel
 from .draft_state import DraftPart
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 # How long a request waits for the disk; how long an end waits for what is not written.
 READ_SECONDS = 5.0
 FLUSH_SECONDS = 10.0
-QUEUE_BYTES = 1 << 30
 # Paths that wait for room in the queue.
 MOST_NOTES = 256
 # Chunks shorter than this tell nothing about how fast prompts are read.
@@ -78,6 +78,8 @@ class DiskTier:
         self._tried_at = -1
         self._has_more = True
         self._closed = False
+        self._distrusted = False
+        self.found: list[dict[str, Any]] = []
         self.writer = DiskWriter(store, queue_bytes, self.order, note)
         self.reader = DiskReader(
             store, identity, self.is_worth, self._set_aside, queue_bytes
@@ -111,6 +113,8 @@ class DiskTier:
 
         Call between two steps: what was scheduled before the last one is there.
         """
+        if self._distrusted:
+            self._forget_everything()
         if not self._notes or self._tried_at == self.writer.counts.parcels:
             return
         self._tried_at = self.writer.counts.parcels
@@ -123,7 +127,32 @@ class DiskTier:
                     return
             except Exception as error:
                 logger.warning("Not kept on disk: %s", error, exc_info=True)
-            del self._notes[salt, ids]
+            self._notes.pop((salt, ids), None)
+
+    def distrust(self, facts: dict[str, str]) -> None:
+        """What was stored for these weights is of others; from any thread.
+
+        It goes, here and on disk, and this process keeps nothing on disk any more.
+        """
+
+        def job(store: DiskStore) -> None:
+            roots = {n for n, name, *_ in store.all_roots() if name == self.identity}
+            store.drop([e for e in store.all_entries() if e.root in roots])
+            store.note(facts)
+
+        self._closed = self._distrusted = True
+        self.writer.forget_all()
+        self.writer.do(job)
+
+    def _forget_everything(self) -> None:
+        self._distrusted = False
+        self._notes.clear()
+        self.cache.clear()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is read or written any more."""
+        return self._closed
 
     def _spill(self, salt: int, ids: tuple[int, ...]) -> bool:
         """Hand over what the disk lacks of a path; False where the queue is full."""
@@ -177,7 +206,8 @@ class DiskTier:
         table = getattr(self.cache.policy, "table", {})
         here = [table[n] for n in nodes[-1].sessions if n in table]
         newest = max(here, key=lambda session: session.last_use, default=None)
-        return "" if newest is None else newest.id
+        # Only a name is the same after a restart.
+        return "" if newest is None else newest.name or ""
 
     def _pack(self, companion: Any) -> tuple[str, list, Any] | None:
         name = self.companions.get(companion.identity)
@@ -194,6 +224,11 @@ class DiskTier:
     def _part_of(self, node: Node) -> str:
         identity = node.payload.companion_identity
         return "" if identity is None else self.companions.get(identity, "")
+
+    def keep_reply(self, owner: str, key: bytes, content: bytes) -> None:
+        """Remember the tokens of a reply, which its text alone does not give back."""
+        if not self._closed:
+            self.writer.do(lambda store: store.keep_reply(owner, key, content))
 
     def order(self, entries: list[Entry]) -> Iterable[int]:
         """What goes first: other models' paths, prompts that nobody extended, the rest."""
@@ -338,6 +373,7 @@ class DiskTier:
         def job(store: DiskStore) -> None:
             gone.extend(store.all_entries())
             store.drop(gone)
+            store.forget_replies()
             done.set()
 
         self._notes.clear()
@@ -348,6 +384,27 @@ class DiskTier:
                 "the disk was not cleared: another server writes, or it fails"
             )
         return len(gone)
+
+    def forget(
+        self, session: str, paths: Sequence[tuple[int, tuple[int, ...], int]]
+    ) -> None:
+        """Remove what is a session's alone.
+
+        Args:
+            session: its name; what was written for it goes, if nobody goes on from it.
+            paths: salt and token ids of paths that were its own, and how many tokens of
+                each are not.
+        """
+
+        def job(store: DiskStore) -> None:
+            chosen = {e.number for e in store.all_entries() if e.session == session}
+            for salt, ids, shared in paths:
+                for root, _ in store.roots(self.identity, salt):
+                    spans, _ = store.walk_to_write(root, ids)
+                    chosen |= {span.number for span, _ in spans if span.stop > shared}
+            self.writer._gone(store.forget(chosen))
+
+        self.writer.do(job)
 
     def statistics(self) -> dict[str, Any]:
         """Counts for the cache's statistics endpoint."""
@@ -373,6 +430,7 @@ class DiskTier:
             "disk_declined_loads": self.reader.declined,
             "disk_read_faults": self.reader.failures,
             "disk_timeouts": self.timeouts,
+            "disk_found": self.found,
         }
 
     def close(self, seconds: float = FLUSH_SECONDS) -> None:
@@ -380,7 +438,7 @@ class DiskTier:
 
         Call on the thread that computes, when no request is left.
         """
-        if self._closed:
+        if self.cache.tier is None:
             return
         deadline = time.monotonic() + seconds
         while self._notes and time.monotonic() < deadline:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 FAULTS = (OSError, sqlite3.Error, Refused)
 # Seconds between two tries while the medium does not take anything.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
+# Small things that wait while the medium does not answer; more are left out.
+MOST_JOBS = 1024
 
 
 @dataclass(eq=False)
@@ -138,7 +140,8 @@ class DiskWriter:
     def do(self, job: Callable[[DiskStore], None]) -> None:
         """Let the thread that may write do something; faults are its business."""
         with self._changed:
-            self._jobs.append(job)
+            if len(self._jobs) < MOST_JOBS:
+                self._jobs.append(job)
             self._changed.notify_all()
 
     def know(self, mark: Mark) -> None:

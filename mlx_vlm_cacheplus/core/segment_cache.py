@@ -63,6 +63,11 @@ class Tier(Protocol):
     def shrunk(self) -> None:
         """The cache holds less than it did."""
 
+    def forget(
+        self, session: str, paths: Sequence[tuple[int, tuple[int, ...], int]]
+    ) -> None:
+        """These paths (salt, ids, tokens that others share) were a session's alone."""
+
 
 class SegmentCache:
     """See the module's text.
