@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import sqlite3
 import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from ..changes.durable_disk import FOLDER, LIMIT
 from ..core.disk_folder import Refused
@@ -19,6 +23,7 @@ from ..core.disk_store import DiskStore, Spoiled, summary
 from ..settings import UsageError
 
 MANIFEST = "manifest.json"
+FAULTS = (OSError, sqlite3.Error, tarfile.TarError, Refused, ValueError, KeyError)
 
 
 class Failed(Exception):
@@ -28,14 +33,15 @@ class Failed(Exception):
 def run(options: argparse.Namespace) -> int:
     """0 where all is well; 1 where something is not; 2 for a mistake."""
     folder = _folder(options)
-    if folder is None or not folder.is_dir():
+    wanted = options.action == "import" or (folder is not None and folder.is_dir())
+    if folder is None or not wanted:
         print(f"error: there is no disk cache at {folder}", file=sys.stderr)
         return 1
     store = DiskStore(folder, _limit(options))
     try:
         store.open()
         answer = ACTIONS[options.action](store, options)
-    except (OSError, Refused, Failed, UsageError) as problem:
+    except (*FAULTS, Failed, UsageError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2 if isinstance(problem, UsageError) else 1
     finally:
@@ -48,15 +54,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _folder(options: argparse.Namespace) -> Path | None:
-    import os
-
     found = settings_of(None, folder=options.disk or os.environ.get(FOLDER))
     return None if found is None else found.folder
 
 
 def _limit(options: argparse.Namespace) -> int | None:
-    import os
-
     found = settings_of(None, folder=".", max_gb=options.gb or os.environ.get(LIMIT))
     return None if found is None else found.max_bytes
 
@@ -197,8 +199,6 @@ def _last_of(what: str | None, entries: dict[int, Entry]) -> Entry:
 
 def _import(store: DiskStore, options: argparse.Namespace) -> dict[str, Any]:
     """What ``export`` wrote; what is there already stays as it is."""
-    import xxhash
-
     _must_write(store)
     with tarfile.open(options.what or "", "r:") as source:
         manifest = json.loads(_get(source, MANIFEST))

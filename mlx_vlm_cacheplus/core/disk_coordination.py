@@ -60,6 +60,8 @@ def open_tier(server: Any) -> None:
     store = DiskStore(settings.folder, settings.max_bytes)
     try:
         store.open()
+        if store.is_writer:
+            store.sweep()
     except FAULTS as fault:
         # The tier tries again; here it would hold the start up.
         logger.debug("Disk cache not opened: %s", fault)
@@ -274,10 +276,18 @@ def rows_being_read_wait(generator: Any) -> Iterator[None]:
     """
     loads = generator.__dict__.get("disk_loads")
     tier = tier_of(generator.apc_manager)
-    if not loads or tier is None:
+    if tier is None:
         yield
         return
-    _take_in(generator, loads, tier)
+    if not loads:
+        yield
+        _hand_over(generator, tier)
+        return
+    try:
+        _take_in(generator, loads, tier)
+    except Exception as error:
+        logger.warning("Nothing taken from disk: %s", error, exc_info=True)
+        loads.clear()
     queue = generator._unprocessed_sequences
     waiting = [row for row in queue if row[0] in loads]
     generator._unprocessed_sequences = [row for row in queue if row[0] not in loads]
@@ -286,6 +296,13 @@ def rows_being_read_wait(generator: Any) -> Iterator[None]:
     finally:
         rows = [*generator._unprocessed_sequences, *waiting]
         generator._unprocessed_sequences = sorted(rows, key=lambda row: len(row[1]))
+    _hand_over(generator, tier)
+
+
+def _hand_over(generator: Any, tier: DiskTier) -> None:
+    """The last row has ended: hand over before its reply does, as nobody decodes."""
+    if len(generator._generation_batch) == 0:
+        tier.tick()
 
 
 def _take_in(generator: Any, loads: dict[int, Any], tier: DiskTier) -> None:
@@ -300,7 +317,6 @@ def _take_in(generator: Any, loads: dict[int, Any], tier: DiskTier) -> None:
     patience = 0.0 if busy else STEP_SECONDS
     for uid in list(loads):
         if tier.wait(loads[uid], patience):
-            length = tier.adopt(loads.pop(uid))
-            with generator.apc_manager.lock:
-                generator.apc_manager.stats.disk_hits += length > 0
+            if tier.adopt(loads.pop(uid)):
+                generator.__dict__.setdefault("rows_from_disk", set()).add(uid)
             patience = 0.0

@@ -18,7 +18,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 TEMPORARY = ".part"
@@ -173,19 +173,25 @@ class Folder:
         for path in spoiled[:-MOST_SPOILED]:
             _remove(path)
 
-    def sweep(self, known: set[str]) -> int:
-        """Remove what dead writers left: parts, and files that nobody knows.
+    def strays(self, known: Collection[str]) -> list[str]:
+        """Names of files and parts of files that are not known.
 
-        Only who holds the lock may call this: no other writer is alive then.
-
-        Returns:
-            How many files went.
+        For who holds the lock: no other writer is alive, so they are of dead ones.
         """
         with os.scandir(self.path / ENTRIES) as found:
-            strays = [e.name for e in found if e.name not in known]
-        for name in strays:
-            _remove(self.path / ENTRIES / name)
-        return len(strays)
+            return [entry.name for entry in found if entry.name not in known]
+
+    def finish(self, part: str) -> str:
+        """Give a part that turned out to be whole its name, as ``write`` does."""
+        place, name = self.path / ENTRIES, part.removesuffix(TEMPORARY)
+        handle = os.open(place / part, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            force(handle)
+        finally:
+            os.close(handle)
+        os.rename(place / part, place / name)
+        self.force_folder(place)
+        return name
 
 
 def force(handle: int) -> None:

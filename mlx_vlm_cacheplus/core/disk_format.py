@@ -338,18 +338,21 @@ def path_name(ids: Sequence[int], root: str) -> str:
     return xxhash.xxh3_128_hexdigest(array("q", ids).tobytes() + root.encode())
 
 
-def to_file(parts: Sequence[HostSegment], path: str) -> tuple[FileContent, int]:
+def to_file(
+    parts: Sequence[HostSegment], path: str, row: str = "{}"
+) -> tuple[FileContent, int]:
     """A file's content for segments that follow each other.
 
     Args:
         parts: their end states but the last one's are left out.
         path: see ``path_name``; of the tokens up to the last one's end.
+        row: what the index will say, as JSON.
 
     Returns:
         The content, made piece by piece while it is written, and its bytes.
     """
     first, last = parts[0], parts[-1]
-    metadata = {"version": VERSION, "path": path}
+    metadata = {"version": VERSION, "path": path, "row": row}
     metadata |= {"start": str(first.start), "stop": str(last.stop)}
     if last.states is not None:
         metadata["states"] = json.dumps([state.plan for state in last.states])

@@ -21,6 +21,7 @@ is used by one thread that writes and one that reads; each has its own connectio
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -169,9 +170,43 @@ class DiskStore:
         return self._writing
 
     def sweep(self) -> int:
-        """Remove what writers that died have left; returns how many files."""
+        """Deal with what writers that died have left; returns how many files went.
+
+        A file is called by its checksum and says what its row would be: one that was
+        written to its end, and had no row yet, is taken in.
+        """
         rows = self._writer.execute("SELECT name FROM entries")
-        return self.folder.sweep({name for (name,) in rows})
+        gone = 0
+        for name in self.folder.strays({name for (name,) in rows}):
+            if not self._take_in(name):
+                self.folder.remove(name)
+                gone += 1
+        return gone
+
+    def _take_in(self, name: str) -> bool:
+        content = self.folder.read(name)
+        digest = xxhash.xxh3_128(content)
+        if digest.hexdigest() != name.split("-")[0]:
+            return False
+        try:
+            length = int.from_bytes(content[:8], "little")
+            metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+            row = json.loads(metadata["row"])
+            root = self.root(*row.pop("root"))
+            new = New(root=root, chunks=(), nbytes=len(content), **row)
+        except (ValueError, KeyError, TypeError):
+            return False
+        below = self._writer.execute(
+            "SELECT root FROM entries WHERE number = ?", (new.parent,)
+        ).fetchone()
+        if new.parent and below != (root,):
+            return False
+        whole = self.folder.finish(name)
+        try:
+            self._enter(new, whole, len(content), digest.digest(), ())
+        except sqlite3.IntegrityError:
+            return False
+        return True
 
     # -- finding ---------------------------------------------------------------------
     def roots(self, identity: str, salt: int) -> list[tuple[int, str]]:
@@ -303,28 +338,37 @@ class DiskStore:
         Args:
             used: numbers of others that were used with it.
         """
-        writer = self._writer
-        name = uuid.uuid4().hex
+        if not self.is_writer:
+            raise OSError("another process writes to this store")
         digest = xxhash.xxh3_128()
-        nbytes = self.folder.write(name, _hashed(new.chunks, digest))
-        self.clock += 1
-        row: tuple[Any, ...] = (
-            *(new.root, new.parent, new.kind, new.start, new.stop),
-            *(name, nbytes, digest.digest(), int(new.has_state), new.companion),
-            *(self.clock, new.turns, new.session),
-        )
-        marks = ", ".join("?" * 15)
+        for _ in _hashed(new.chunks, digest):
+            pass
+        name = f"{digest.hexdigest()}-{uuid.uuid4().hex[:8]}"
+        nbytes = self.folder.write(name, new.chunks)
         try:
-            with writer:
-                cursor = writer.execute(
-                    f"INSERT INTO entries ({COLUMNS.removeprefix('number, ')}, "
-                    f"first, ids) VALUES ({marks})",
-                    (*row, new.ids[0] if new.ids else None, pack(new.ids)),
-                )
-                self._touch(writer, used)
+            return self._enter(new, name, nbytes, digest.digest(), used)
         except sqlite3.Error:
             self.folder.remove(name)
             raise
+
+    def _enter(
+        self, new: New, name: str, nbytes: int, checksum: bytes, used: Iterable[int]
+    ) -> Entry:
+        """The row of a file that is there."""
+        self.clock += 1
+        row: tuple[Any, ...] = (
+            *(new.root, new.parent, new.kind, new.start, new.stop),
+            *(name, nbytes, checksum, int(new.has_state), new.companion),
+            *(self.clock, new.turns, new.session),
+        )
+        marks = ", ".join("?" * 15)
+        with self._writer as writer:
+            cursor = writer.execute(
+                f"INSERT INTO entries ({COLUMNS.removeprefix('number, ')}, "
+                f"first, ids) VALUES ({marks})",
+                (*row, new.ids[0] if new.ids else None, pack(new.ids)),
+            )
+            self._touch(writer, used)
         self.entries, self.nbytes = self.entries + 1, self.nbytes + nbytes
         return Entry(int(cursor.lastrowid or 0), *row)
 

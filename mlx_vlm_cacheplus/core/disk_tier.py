@@ -445,7 +445,7 @@ class DiskTier:
             self._tried_at = -1
             self.tick()
             if self._notes:
-                self.writer.flush(min(0.1, seconds))
+                self.writer.flush(min(1.0, seconds))
             if self.writer.reads_only:
                 self._notes.clear()
         self._closed = True

@@ -8,6 +8,7 @@ says so, the head of the queue is tried again, and one line says when it works.
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 import threading
@@ -108,7 +109,7 @@ class DiskWriter:
         self.trouble: str | None = None
         self.pending_bytes = 0
         self.most_pending_bytes = 0
-        self._order, self._note = order, note
+        self._order, self.note = order, note
         self._parcels: deque[Parcel] = deque()
         self._jobs: deque[Callable[[DiskStore], None]] = deque()
         self._changed = threading.Condition()
@@ -302,7 +303,7 @@ class DiskWriter:
     # -- one path ----------------------------------------------------------------------
     def _write(self, parcel: Parcel) -> None:
         store, ids, mark = self.store, parcel.ids, parcel.mark
-        root = store.root(*parcel.root, self._note)
+        root = store.root(*parcel.root, self.note)
         spans, extra = store.walk_to_write(root, ids)
         covered = spans[-1][1] if spans else 0
         there = {span.number for span, _ in spans}
@@ -355,21 +356,23 @@ class _Writing:
     ) -> Entry | None:
         parcel = self.parcel
         start, stop = parts[0].start, parts[-1].stop
-        content, nbytes = to_file(
-            parts, path_name(parcel.ids[:stop], repr(parcel.root))
-        )
         turns = [turn for turn in parcel.turns if start < turn <= stop]
+        row: dict[str, Any] = {
+            "parent": parent,
+            "kind": kind,
+            "start": start,
+            "stop": stop,
+            "ids": parcel.ids[start:stop] if kind == SPAN else (),
+            "turns": ",".join(map(str, turns)),
+            "session": parcel.session,
+            **more,
+        }
+        # Whole files whose row was not written any more are taken in by it.
+        text = json.dumps({"root": [*parcel.root, self.writer.note], **row})
+        path = path_name(parcel.ids[:stop], repr(parcel.root))
+        content, nbytes = to_file(parts, path, text)
         entry = self.writer.add(
-            New(
-                *(self.root, parent, kind, start, stop),
-                ids=parcel.ids[start:stop] if kind == SPAN else (),
-                chunks=content,
-                nbytes=nbytes,
-                turns=",".join(map(str, turns)),
-                session=parcel.session,
-                **more,
-            ),
-            self.numbers,
+            New(root=self.root, chunks=content, nbytes=nbytes, **row), self.numbers
         )
         if entry is None:
             self.writer._give_up(parcel.mark)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from mlx_vlm_cacheplus.core import disk_folder
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES, SPOILED, TEMPORARY, Refused
@@ -184,7 +185,9 @@ def test_what_dead_writers_left_goes_and_nothing_else(folder, store):
     entry = put(store, root, [1, 2])
     (folder / ENTRIES / ("dead" + TEMPORARY)).write_bytes(b"half")
     (folder / ENTRIES / "unknown").write_bytes(b"whole, and in no index")
-    assert store.sweep() == 2
+    nameless = xxhash.xxh3_128_hexdigest(b"its checksum is right")
+    (folder / ENTRIES / nameless).write_bytes(b"its checksum is right")
+    assert store.sweep() == 3
     assert store.read(entry) == content([1, 2])
     assert list(store.folder.names()) == [entry.name]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
 
 import pytest
@@ -455,3 +456,27 @@ def test_clear_leaves_nothing(start):
     server.turn([1, 2, 3], [4])
     server.stop()
     assert start("dense").ask([1, 2, 3, 4, 5])[0] == 4
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename"])
+def test_a_whole_file_without_a_row_is_taken_in(start, monkeypatch, tmp_path, step):
+    """Killed between the last byte of a file and its row: nothing is lost."""
+    server = start("hybrid")
+    server.turn([1, 2, 3], [4])
+    server.flush()
+    stopped, copied = threading.Event(), threading.Event()
+
+    def stop_here(*args):
+        stopped.set()
+        assert copied.wait(SECONDS)
+        raise OSError("too late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, stop_here)
+        server.turn([1, 2, 3, 4, 5], [6, 7])
+        assert stopped.wait(SECONDS)
+        shutil.copytree(tmp_path / "disk", tmp_path / "killed")
+        copied.set()
+    after = start("hybrid", folder=tmp_path / "killed")
+    assert after.store.sweep() == 0
+    assert after.ask([1, 2, 3, 4, 5, 6, 7, 8])[0] == 7
