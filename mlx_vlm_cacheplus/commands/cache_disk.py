@@ -213,7 +213,9 @@ def _import(store: DiskStore, options: argparse.Namespace) -> dict[str, Any]:
             if there is None:
                 if store.make_room(len(content)) is None:
                     raise Failed("it does not fit: see --gb")
-                there = store.add(_new(root, numbers[row["parent"]], row, content))
+                (there,) = store.add(
+                    [_new(store.reserve(), root, numbers[row["parent"]], row, content)]
+                )
                 taken += 1
             numbers[row["number"]] = there.number
     return {"entries": len(manifest["entries"]), "added_entries": taken}
@@ -243,9 +245,9 @@ def _begin_alike(store: DiskStore, entry: Entry, row: Any) -> bool:
     return True
 
 
-def _new(root: int, parent: int, row: Any, content: bytes) -> New:
+def _new(number: int, root: int, parent: int, row: Any, content: bytes) -> New:
     return New(
-        *(root, parent, row["kind"], row["start"], row["stop"]),
+        *(number, root, parent, row["kind"], row["start"], row["stop"]),
         ids=row["ids"],
         chunks=[content],
         nbytes=len(content),

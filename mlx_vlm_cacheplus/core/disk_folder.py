@@ -114,25 +114,33 @@ class Folder:
                     yield entry.name
 
     def write(self, name: str, chunks: Iterable[memoryview | bytes]) -> int:
-        """Write a whole file; returns its bytes.  After a fault nothing of it is left."""
-        place = self.path / ENTRIES
-        temporary = place / (name + TEMPORARY)
+        """Write a file that ``finish`` gives its name; returns its bytes.
+
+        After a fault nothing of it is left.
+        """
+        part = self.path / ENTRIES / (name + TEMPORARY)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        handle = os.open(temporary, flags, 0o600)
-        written = 0
+        handle = os.open(part, flags, 0o600)
         try:
+            return sum(_write_all(handle, chunk) for chunk in chunks)
+        except BaseException:
+            _remove(part)
+            raise
+        finally:
+            os.close(handle)
+
+    def finish(self, names: Iterable[str]) -> None:
+        """Force files that were written to the medium, and give them their names."""
+        place = self.path / ENTRIES
+        for name in names:
+            part = place / (name + TEMPORARY)
+            handle = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                for chunk in chunks:
-                    written += _write_all(handle, chunk)
                 force(handle)
             finally:
                 os.close(handle)
-            os.rename(temporary, place / name)
-        except BaseException:
-            _remove(temporary)
-            raise
+            os.rename(part, place / name)
         self.force_folder(place)
-        return written
 
     def force_folder(self, place: Path) -> None:
         """Have the medium hold a folder's names."""
@@ -159,8 +167,9 @@ class Folder:
         return content
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file and a part of it, if they are there."""
         _remove(self.path / ENTRIES / name)
+        _remove(self.path / ENTRIES / (name + TEMPORARY))
 
     def set_aside(self, name: str) -> None:
         """Keep a spoiled file where nobody reads it; the oldest of many go."""
@@ -180,18 +189,6 @@ class Folder:
         """
         with os.scandir(self.path / ENTRIES) as found:
             return [entry.name for entry in found if entry.name not in known]
-
-    def finish(self, part: str) -> str:
-        """Give a part that turned out to be whole its name, as ``write`` does."""
-        place, name = self.path / ENTRIES, part.removesuffix(TEMPORARY)
-        handle = os.open(place / part, os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            force(handle)
-        finally:
-            os.close(handle)
-        os.rename(place / part, place / name)
-        self.force_folder(place)
-        return name
 
 
 def force(handle: int) -> None:

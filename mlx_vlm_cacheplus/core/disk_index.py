@@ -71,11 +71,13 @@ class New:
     """An entry to be written; the attributes are :class:`Entry`'s.
 
     Attributes:
+        number: see ``DiskStore.reserve``.
         ids: the token ids of a span; empty for a supplement.
         chunks: the file's content.
         nbytes: its length.
     """
 
+    number: int
     root: int
     parent: int
     kind: int

@@ -24,13 +24,14 @@ from __future__ import annotations
 import json
 import sqlite3
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from .disk_folder import Folder
+from .disk_folder import TEMPORARY, Folder
 from .disk_index import (
     COLUMNS,
     INDEX,
@@ -79,7 +80,7 @@ class DiskStore:
         self.is_writer = False
         self.nbytes = self.entries = 0
         self.spoiled = self.evictions = 0
-        self.clock = 0
+        self.clock = self._last = 0
         self._reading: sqlite3.Connection | None = None
         self._writing: sqlite3.Connection | None = None
 
@@ -123,9 +124,10 @@ class DiskStore:
     def count(self) -> None:
         """Read the totals and the clock from the index."""
         row = self._managing.execute(
-            "SELECT COUNT(*), COALESCE(SUM(nbytes), 0) FROM entries"
+            "SELECT COUNT(*), COALESCE(SUM(nbytes), 0), COALESCE(MAX(number), 0) "
+            "FROM entries"
         )
-        self.entries, self.nbytes = row.fetchone()
+        self.entries, self.nbytes, self._last = row.fetchone()
         self.clock = max(self.clock, int(self.recall("clock") or 0))
 
     def try_to_write(self) -> bool:
@@ -176,34 +178,45 @@ class DiskStore:
         written to its end, and had no row yet, is taken in.
         """
         rows = self._writer.execute("SELECT name FROM entries")
-        gone = 0
-        for name in self.folder.strays({name for (name,) in rows}):
-            if not self._take_in(name):
-                self.folder.remove(name)
-                gone += 1
-        return gone
+        strays = self.folder.strays({name for (name,) in rows})
+        whole = [found for found in map(self._whole, strays) if found is not None]
+        # Parents have the lower numbers.
+        taken = {
+            name
+            for name, new, checksum in sorted(whole, key=lambda f: f[1].number)
+            if self._take_in(name, new, checksum)
+        }
+        for name in set(strays) - taken:
+            self.folder.remove(name.removesuffix(TEMPORARY))
+        return len(strays) - len(taken)
 
-    def _take_in(self, name: str) -> bool:
+    def _whole(self, name: str) -> tuple[str, New, bytes] | None:
+        """A stray file's row and checksum, if all of it was written."""
         content = self.folder.read(name)
         digest = xxhash.xxh3_128(content)
         if digest.hexdigest() != name.split("-")[0]:
-            return False
+            return None
         try:
             length = int.from_bytes(content[:8], "little")
             metadata = json.loads(content[8 : 8 + length])["__metadata__"]
             row = json.loads(metadata["row"])
-            root = self.root(*row.pop("root"))
-            new = New(root=root, chunks=(), nbytes=len(content), **row)
+            row["root"] = self.root(*row["root"])
+            new = New(chunks=(), nbytes=len(content), **row)
         except (ValueError, KeyError, TypeError):
-            return False
+            return None
+        return name, new, digest.digest()
+
+    def _take_in(self, name: str, new: New, checksum: bytes) -> bool:
         below = self._writer.execute(
             "SELECT root FROM entries WHERE number = ?", (new.parent,)
         ).fetchone()
-        if new.parent and below != (root,):
+        if new.parent and below != (new.root,):
             return False
-        whole = self.folder.finish(name)
+        whole = name.removesuffix(TEMPORARY)
+        if whole != name:
+            self.folder.finish([whole])
         try:
-            self._enter(new, whole, len(content), digest.digest(), ())
+            self._enter([(new, whole, new.nbytes, checksum)], ())
         except sqlite3.IntegrityError:
             return False
         return True
@@ -332,45 +345,66 @@ class DiskStore:
         spans = walk(self._writer, root, ids)
         return spans, supplements(self._writer, [span for span, _ in spans])
 
-    def add(self, new: New, used: Iterable[int] = ()) -> Entry:
-        """Write an entry; it is complete when this returns, or not there at all.
+    def reserve(self) -> int:
+        """The number of an entry that will be added; parents' are lower."""
+        self._last += 1
+        return self._last
+
+    def add(self, news: Sequence[New], used: Iterable[int] = ()) -> list[Entry]:
+        """Write entries; they are complete when this returns, or not there at all.
+
+        All content is written before any of it is forced to the medium, so that a
+        process that is killed meanwhile loses as little as can be.
 
         Args:
-            used: numbers of others that were used with it.
+            used: numbers of others that were used with them.
         """
         if not self.is_writer:
             raise OSError("another process writes to this store")
-        digest = xxhash.xxh3_128()
-        for _ in _hashed(new.chunks, digest):
-            pass
-        name = f"{digest.hexdigest()}-{uuid.uuid4().hex[:8]}"
-        nbytes = self.folder.write(name, new.chunks)
+        written: list[tuple[New, str, int, bytes]] = []
+        names: list[str] = []
         try:
-            return self._enter(new, name, nbytes, digest.digest(), used)
-        except sqlite3.Error:
-            self.folder.remove(name)
+            for new in news:
+                digest = xxhash.xxh3_128()
+                for _ in _hashed(new.chunks, digest):
+                    pass
+                names.append(f"{digest.hexdigest()}-{uuid.uuid4().hex[:8]}")
+                nbytes = self.folder.write(names[-1], new.chunks)
+                written.append((new, names[-1], nbytes, digest.digest()))
+            self.folder.finish(names)
+            return self._enter(written, used)
+        except (OSError, sqlite3.Error):
+            for name in names:
+                self.folder.remove(name)
             raise
 
     def _enter(
-        self, new: New, name: str, nbytes: int, checksum: bytes, used: Iterable[int]
-    ) -> Entry:
-        """The row of a file that is there."""
+        self, files: Sequence[tuple[New, str, int, bytes]], used: Iterable[int]
+    ) -> list[Entry]:
+        """The rows of files that are there."""
         self.clock += 1
-        row: tuple[Any, ...] = (
-            *(new.root, new.parent, new.kind, new.start, new.stop),
-            *(name, nbytes, checksum, int(new.has_state), new.companion),
-            *(self.clock, new.turns, new.session),
-        )
-        marks = ", ".join("?" * 15)
+        entries = [
+            Entry(
+                *(new.number, new.root, new.parent, new.kind, new.start, new.stop),
+                *(name, nbytes, checksum, new.has_state, new.companion),
+                *(self.clock, new.turns, new.session),
+            )
+            for new, name, nbytes, checksum in files
+        ]
+        marks = ", ".join("?" * 16)
         with self._writer as writer:
-            cursor = writer.execute(
-                f"INSERT INTO entries ({COLUMNS.removeprefix('number, ')}, "
-                f"first, ids) VALUES ({marks})",
-                (*row, new.ids[0] if new.ids else None, pack(new.ids)),
+            writer.executemany(
+                f"INSERT INTO entries ({COLUMNS}, first, ids) VALUES ({marks})",
+                [
+                    (*astuple(entry), new.ids[0] if new.ids else None, pack(new.ids))
+                    for entry, (new, *_) in zip(entries, files, strict=True)
+                ],
             )
             self._touch(writer, used)
-        self.entries, self.nbytes = self.entries + 1, self.nbytes + nbytes
-        return Entry(int(cursor.lastrowid or 0), *row)
+        for entry in entries:
+            self.entries, self.nbytes = self.entries + 1, self.nbytes + entry.nbytes
+            self._last = max(self._last, entry.number)
+        return entries
 
     def touch(self, numbers: Iterable[int]) -> None:
         """These entries were used now."""
@@ -434,12 +468,15 @@ class DiskStore:
         self.drop(gone.values())
         return list(gone.values())
 
-    def make_room(self, nbytes: int, order: Order | None = None) -> list[Entry] | None:
+    def make_room(
+        self, nbytes: int, order: Order | None = None, keep: Collection[int] = ()
+    ) -> list[Entry] | None:
         """Remove entries until ``nbytes`` fit; nobody goes where they never would.
 
         Args:
             order: numbers of what goes first, children before their parents; the least
                 recently used first where it is not given.
+            keep: numbers of what stays.
 
         Returns:
             What has gone, or None where it does not fit.
@@ -449,19 +486,21 @@ class DiskStore:
         if nbytes > self.max_bytes:
             return None
         target = max(0, int(self.max_bytes * (1 - SLACK)) - nbytes)
-        gone = list(self._losses(target, order or least_recently_used))
+        gone = list(self._losses(target, order or least_recently_used, keep))
         self.drop(gone)
         self.evictions += len(gone)
         return gone if self.nbytes + nbytes <= self.max_bytes else None
 
-    def _losses(self, target: int, order: Order) -> Iterator[Entry]:
+    def _losses(
+        self, target: int, order: Order, keep: Collection[int]
+    ) -> Iterator[Entry]:
         entries = {entry.number: entry for entry in self.all_entries()}
         children = count_children(entries.values())
         held = self.nbytes
         for number in order(list(entries.values())):
             if held <= target:
                 return
-            if children.get(number) or number not in entries:
+            if children.get(number) or number not in entries or number in keep:
                 continue
             entry = entries.pop(number)
             children[entry.parent] = children.get(entry.parent, 1) - 1

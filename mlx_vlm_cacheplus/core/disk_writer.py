@@ -196,8 +196,8 @@ class DiskWriter:
                     self._changed.wait()
                 if self._closing:
                     return
-                job = self._jobs.popleft() if self._jobs else None
-                parcel = None if job is not None else self._parcels[0]
+                parcel = self._parcels[0] if self._parcels else None
+                job = self._jobs.popleft() if parcel is None else None
                 self._busy = True
             try:
                 fine = self._attempt(job, parcel)
@@ -313,51 +313,56 @@ class DiskWriter:
             self._give_up(mark)
             return
         writing = _Writing(self, parcel, root, {e.number for e in extra} | there)
-        below = writing.add_spans(held, covered, spans[-1][0].number if spans else 0)
-        if not below:
-            return
+        writing.add_spans(held, covered, spans[-1][0].number if spans else 0)
         writing.add_states(spans, extra, covered)
         writing.add_parts(spans, extra)
+        if not self._add(writing.news, writing.numbers):
+            self._give_up(mark)
+            return
         with self._changed:
-            mark.numbers = frozenset(writing.numbers)
+            numbers = {new.number for new in writing.news}
+            mark.numbers = frozenset(writing.numbers | numbers)
 
-    def add(self, new: New, used: Iterable[int]) -> Entry | None:
-        """Make room for an entry and write it; None, said once, where it never fits."""
+    def _add(self, news: Sequence[New], below: set[int]) -> bool:
+        """Make room for entries and write them; False, said once, where they never fit."""
         store = self.store
-        gone = store.make_room(new.nbytes, self._order)
+        nbytes = sum(new.nbytes for new in news)
+        gone = store.make_room(nbytes, self._order, below)
         if gone is None:
             if not self.counts.refused:
                 logger.warning(
                     "An entry of %d bytes does not fit the disk cache of %s bytes",
-                    new.nbytes,
+                    nbytes,
                     store.max_bytes,
                 )
             self.counts.refused += 1
-            return None
+            return False
         if gone:
             self._gone(gone)
-        entry = store.add(new, used)
-        self.counts.entries += 1
-        self.counts.written_bytes += entry.nbytes
-        return entry
+        entries = store.add(news, below) if news else []
+        self.counts.entries += len(entries)
+        self.counts.written_bytes += sum(entry.nbytes for entry in entries)
+        return True
 
 
 @dataclass
 class _Writing:
-    """The entries of one parcel."""
+    """The entries of one parcel; ``numbers`` are those that they stand on."""
 
     writer: DiskWriter
     parcel: Parcel
     root: int
     numbers: set[int] = field(default_factory=set)
+    news: list[New] = field(default_factory=list)
 
     def _add(
         self, kind: int, parent: int, parts: Sequence[HostSegment], **more: Any
-    ) -> Entry | None:
+    ) -> int:
         parcel = self.parcel
         start, stop = parts[0].start, parts[-1].stop
         turns = [turn for turn in parcel.turns if start < turn <= stop]
         row: dict[str, Any] = {
+            "number": self.writer.store.reserve(),
             "parent": parent,
             "kind": kind,
             "start": start,
@@ -371,19 +376,13 @@ class _Writing:
         text = json.dumps({"root": [*parcel.root, self.writer.note], **row})
         path = path_name(parcel.ids[:stop], repr(parcel.root))
         content, nbytes = to_file(parts, path, text)
-        entry = self.writer.add(
-            New(root=self.root, chunks=content, nbytes=nbytes, **row), self.numbers
-        )
-        if entry is None:
-            self.writer._give_up(parcel.mark)
-        else:
-            self.numbers.add(entry.number)
-        return entry
+        self.news.append(New(root=self.root, chunks=content, nbytes=nbytes, **row))
+        return self.news[-1].number
 
     def add_spans(
         self, parts: Sequence[HostSegment], covered: int, parent: int
-    ) -> bool:
-        """What the store lacks, one entry up to each end state; False if one was refused."""
+    ) -> None:
+        """What the store lacks, one entry up to each end state."""
         group: list[HostSegment] = []
         for place, part in enumerate(parts):
             if part.stop <= covered:
@@ -393,17 +392,14 @@ class _Writing:
             goes_on = following is not None and part.states is None
             if goes_on and _part_name(following) == _part_name(part):
                 continue
-            entry = self._add(
+            parent = self._add(
                 SPAN,
                 parent,
                 group,
                 has_state=part.states is not None,
                 companion=_part_name(part),
             )
-            if entry is None:
-                return False
-            parent, group = entry.number, []
-        return True
+            group = []
 
     def add_states(
         self, spans: Sequence[tuple[Entry, int]], extra: Sequence[Entry], covered: int

@@ -45,9 +45,19 @@ def content(ids, size=64):
 def put(store, root, ids, parent=0, start=0, kind=SPAN, **more):
     body = more.pop("body", content(ids or [1]))
     new = New(
-        root, parent, kind, start, start + len(ids), ids, [body], len(body), **more
+        store.reserve(),
+        root,
+        parent,
+        kind,
+        start,
+        start + len(ids),
+        ids,
+        [body],
+        len(body),
+        **more,
     )
-    return store.add(new)
+    (entry,) = store.add([new])
+    return entry
 
 
 def test_a_path_is_found_through_its_spans(store):
@@ -394,7 +404,7 @@ root = store.root("weights", 0, "layout")
 begin = store.entries
 for n in range(begin, begin + 10_000):
     body = [bytes([n % 251]) * 50_000] * 4
-    store.add(New(root, 0, 0, 0, 1, [n], body, 200_000))
+    store.add([New(store.reserve(), root, 0, 0, 0, 1, [n], body, 200_000)])
     print(n, flush=True)
 """
 
