@@ -12,6 +12,7 @@ import logging
 import sqlite3
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Found:
     segment: HostSegment
 
 
-@dataclass
+@dataclass(eq=False)
 class Load:
     """What the store has of one prompt.
 
@@ -101,7 +102,8 @@ class DiskReader:
         self._worth, self._spoiled, self._max_bytes = worth, spoiled, max_bytes
         self._loads: deque[Load] = deque()
         self._current: Load | None = None
-        self._held: list[Load] = []
+        # Whoever gives a load up need not say so.
+        self._held: weakref.WeakSet[Load] = weakref.WeakSet()
         self._changed = threading.Condition()
         self._closing = False
         self._said = False
@@ -127,8 +129,7 @@ class DiskReader:
         load.abandoned = True
         load.entries = []
         with self._changed:
-            if load in self._held:
-                self._held.remove(load)
+            self._held.discard(load)
             if load in self._loads:
                 self._loads.remove(load)
             self._changed.notify_all()
@@ -153,7 +154,7 @@ class DiskReader:
                     return
                 load = self._current = self._loads.popleft()
                 load.since = time.monotonic()
-                self._held.append(load)
+                self._held.add(load)
             try:
                 self._read(load)
                 self._said = False
@@ -165,8 +166,9 @@ class DiskReader:
                 load.done.set()
                 with self._changed:
                     self._current = None
-                    if load.abandoned and load in self._held:
-                        self._held.remove(load)
+                    if load.abandoned:
+                        self._held.discard(load)
+                del load
 
     def _next(self) -> bool:
         """Whether the first load may begin: what others wait with is not too much."""

@@ -140,6 +140,11 @@ class DiskStore:
         """Whether folder and index are those that were opened."""
         return self.folder.is_there() and (self.folder.path / INDEX).exists()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be read."""
+        return self._reading is not None
+
     def close(self) -> None:
         """Give everything back."""
         self._disconnect()

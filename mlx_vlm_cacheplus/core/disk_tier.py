@@ -255,7 +255,9 @@ class DiskTier:
         Returns:
             What to ``wait`` for, then ``adopt``; None where there is nothing to hope for.
         """
-        if self._closed or not self._has_more or self.reader.hangs(READ_SECONDS):
+        if self._closed or not self._has_more or not self.store.is_open:
+            return None
+        if self.reader.hangs(READ_SECONDS):
             return None
         held = self.cache.match(ids, salt).length
         restorable = self.cache.peek(ids, salt)
@@ -357,6 +359,8 @@ class DiskTier:
         """
         deadline = time.monotonic() + seconds
         while self._notes and time.monotonic() < deadline:
+            if self.writer.reads_only:
+                return 0  # what is another server's to keep
             time.sleep(0.02)
         self.writer.flush(max(0.0, deadline - time.monotonic()))
         return len(self._notes) + self.writer.pending

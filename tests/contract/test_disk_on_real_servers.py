@@ -1,8 +1,9 @@
-"""A session on servers that end between all of its turns, by SIGTERM and by SIGKILL right behind the reply."""
+"""A session on servers that end between all of its turns, by SIGTERM and by SIGKILL."""
 
 from __future__ import annotations
 
 import signal
+import time
 
 import httpx
 import pytest
@@ -72,14 +73,28 @@ class Conversation:
         return [text for _, _, text in self.rows]
 
 
-def play(session, model, home, arguments, endings):
-    """The session, with a new server behind each turn that ``endings`` has a signal for."""
+def is_written(server):
+    """Wait until the server says that nothing waits to be written."""
+    while True:
+        stats = httpx.get(f"{server.base}/v1/cache/stats", timeout=60).json()
+        if not stats["disk_pending_bytes"] and stats["disk_written_entries"]:
+            return
+        time.sleep(0.05)
+
+
+def play(session, model, home, arguments, endings, at_once=False):
+    """The session, with a new server behind each turn that ``endings`` has a signal for.
+
+    at_once: SIGKILL comes right behind the reply, written or not.
+    """
     conversation, server = Conversation(session), None
     for number, turn in enumerate(session.turns):
         if server is None:
             server = Server(model, home, plus=True, arguments=arguments).__enter__()
         conversation.turn(server, turn)
         ending = endings[number % len(endings)]
+        if ending is signal.SIGKILL and not at_once:
+            is_written(server)
         if ending is signal.SIGKILL:
             server._process.kill()
             server._process.wait()
@@ -89,13 +104,13 @@ def play(session, model, home, arguments, endings):
     return conversation
 
 
-def check(session, models, home, model, drafter, endings):
+def check(session, models, home, model, drafter, endings, at_once=False):
     arguments = ("--log-level", "WARNING")
     if drafter:
         arguments += ("--draft-model", models(KINDS[model]))
     args = (session, models(model))
     whole = play(*args, home / "whole", (*arguments, "--cacheplus-disk", "off"), [None])
-    ended = play(*args, home / "ended", arguments, endings)
+    ended = play(*args, home / "ended", arguments, endings, at_once)
     assert ended.texts == whole.texts
     return ended.read / whole.read
 
@@ -117,3 +132,15 @@ def test_the_bundled_session(models, tmp_path, model, drafter, ending):
     ratio = check(session, models, tmp_path, model, drafter, [ending])
     print(f"{model} drafter={drafter} {ending.name}: re-read {ratio:.4f}")
     assert ratio <= 1.03
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("model", KINDS)
+def test_killed_right_behind_each_reply(models, tmp_path, model):
+    """What was not written yet is read again, and no token differs."""
+    session = sessions.load("coding-agent-18").first(8)
+    kill = [signal.SIGKILL]
+    ratio = check(session, models, tmp_path, model, False, kill, at_once=True)
+    print(f"{model} SIGKILL at once: re-read {ratio:.4f}")
+    assert ratio < 2
