@@ -401,7 +401,8 @@ class DiskTier:
         """
 
         def job(store: DiskStore) -> None:
-            chosen = {e.number for e in store.all_entries() if e.session == session}
+            named = [e for e in store.all_entries() if session and e.session == session]
+            chosen = {entry.number for entry in named}
             for salt, ids, shared in paths:
                 for root, _ in store.roots(self.identity, salt):
                     spans, _ = store.walk_to_write(root, ids)

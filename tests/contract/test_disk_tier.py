@@ -8,12 +8,15 @@ import random
 import shutil
 import threading
 
+import mlx.core as mx
 import pytest
 
 from mlx_vlm_cacheplus.core import disk_tier, disk_writer
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES, SPOILED
+from mlx_vlm_cacheplus.core.disk_index import COMPANION, SPAN, pack
 from mlx_vlm_cacheplus.core.disk_store import DiskStore
 from mlx_vlm_cacheplus.core.disk_tier import DiskTier
+from mlx_vlm_cacheplus.core.draft_state import DraftPart
 from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
 from tests.fakes.token_caches import LAYOUTS, nodes_of
 
@@ -352,8 +355,6 @@ def test_an_index_that_lies_is_found_out(start):
     server.turn([1, 2, 3], [4])
     server.flush()
     with server.store._writing as writer:
-        from mlx_vlm_cacheplus.core.disk_index import pack
-
         writer.execute("UPDATE entries SET ids = ? WHERE start = 0", (pack([1, 2, 7]),))
     server.stop()
     server = start("dense")
@@ -480,3 +481,102 @@ def test_a_whole_file_without_a_row_is_taken_in(start, monkeypatch, tmp_path, st
     after = start("hybrid", folder=tmp_path / "killed")
     assert after.store.sweep() == 0
     assert after.ask([1, 2, 3, 4, 5, 6, 7, 8])[0] == 7
+
+
+IDENTITY = ("eagle3", "Drafter", 1)
+
+
+class Drafter:
+    """A companion source: one entry a token, which is the token's id."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def wants(self, segment, start):
+        return segment.companion_identity != IDENTITY
+
+    def capture(self, start, stop):
+        span = mx.array(self.ids[start:stop], dtype=mx.bfloat16).reshape(1, 1, -1, 1)
+        at_end = stop == len(self.ids)
+        pending = mx.array([[[float(stop)]]]) if at_end else None
+        return DraftPart(IDENTITY, [(span, -span)], pending)
+
+    def span_nbytes(self, tokens):
+        return 4 * tokens
+
+
+def drafted(server, ids, drafter):
+    """Commit a path, with the drafter's part or without."""
+    row = server.layout.row(ids)
+    source = Drafter(ids) if drafter else None
+    server.cache.commit(ids, 0, row, 0, companion=source)
+    server.flush()
+
+
+def parts_of(server, ids):
+    """The drafter's entries on a path, as token ids, and what is pending at its end."""
+    server.ask([*ids, 99])
+    nodes = server.cache.match(ids, 0).nodes
+    held = [n.payload.companion for n in nodes]
+    assert all(part is not None for part in held)
+    spans = [int(t) for part in held for t in part.spans[0][0][0, 0, :, 0].tolist()]
+    return spans, held[-1].pending
+
+
+def test_the_drafters_part_comes_back(start):
+    names = {IDENTITY: "drafter"}
+    server = start("dense", companions=names)
+    drafted(server, [1, 2, 3], True)
+    drafted(server, [1, 2, 3, 4, 5], True)
+    server.stop()
+    server = start("dense", companions=names)
+    spans, pending = parts_of(server, [1, 2, 3, 4, 5])
+    assert spans == [1, 2, 3, 4, 5] and pending.item() == 5
+    server.stop()
+    other = start("dense", companions={IDENTITY: "another"})
+    assert other.ask([1, 2, 3, 4, 5, 9])[0] == 5
+    assert all(n.payload.companion is None for n in nodes_of(other.cache))
+
+
+def test_a_drafter_that_comes_later_adds_its_part(start):
+    names = {IDENTITY: "drafter"}
+    server = start("dense")
+    drafted(server, [1, 2, 3], False)
+    server.stop()
+    server = start("dense", companions=names)
+    assert server.ask([1, 2, 3, 4])[0] == 3
+    before = server.written
+    drafted(server, [1, 2, 3, 4, 5], True)
+    assert server.written > before
+    server.stop()
+    server = start("dense", companions=names)
+    assert parts_of(server, [1, 2, 3, 4, 5])[0] == [1, 2, 3, 4, 5]
+    kinds = [e.kind for e in server.store.all_entries()]
+    assert kinds.count(COMPANION) == 1 and kinds.count(SPAN) == 2
+
+
+def test_weights_that_turn_out_to_be_others(start, caplog):
+    """What a sample did not show: all of it goes, in RAM too, and nothing is kept on."""
+    server = start("dense")
+    server.turn([1, 2, 3], [4])
+    server.flush()
+    server.tier.distrust({"content x": ""})
+    server.tier.tick()
+    assert not nodes_of(server.cache)
+    assert server.turn([1, 2, 3], [4]) == 0
+    server.stop()
+    assert start("dense").ask([1, 2, 3, 4, 5])[0] == 0
+
+
+def test_a_session_that_is_forgotten_leaves_the_disk(start):
+    """What others go on from stays."""
+    server = start("dense")
+    server.turn([1, 2, 3], [4])
+    server.turn([1, 2, 3, 4, 5, 6], [7])
+    server.turn([1, 2, 3, 4, 8], [9])
+    server.flush()
+    server.tier.forget("", [(0, (1, 2, 3, 4, 5, 6, 7), 4)])
+    server.stop()
+    server = start("dense")
+    assert server.ask([1, 2, 3, 4, 5, 6, 7, 0])[0] == 4
+    assert server.ask([1, 2, 3, 4, 8, 9, 0])[0] == 6
