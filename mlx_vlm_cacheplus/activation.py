@@ -329,9 +329,14 @@ def _notes(findings: dict[str, Finding]) -> list[str]:
     config = getattr(getattr(module, "runtime", None), "config", None)
     if config is None:
         return []
-    tree = findings.get("segment-tree")
-    stored_as_tree = tree is not None and tree.state in (
-        State.APPLIED,
-        State.ALREADY_UPSTREAM,
-    )
-    return [describe_prefix_cache(config, stored_as_tree)]
+    applied = {
+        name
+        for name, finding in findings.items()
+        if finding.state in (State.APPLIED, State.ALREADY_UPSTREAM)
+    }
+    disk = None
+    if "durable-disk" in applied:
+        from .changes.durable_disk import describe_disk
+
+        disk = describe_disk(config.apc_overrides())
+    return [describe_prefix_cache(config, "segment-tree" in applied, disk)]

@@ -272,12 +272,15 @@ def prefix_cache_defaults(changes: Iterable[Change]) -> dict[str, str]:
     return defaults
 
 
-def describe_prefix_cache(config: object, tree: bool = False) -> str:
+def describe_prefix_cache(
+    config: object, tree: bool = False, disk_tier: str | None = None
+) -> str:
     """One line on the settings in force.
 
     Args:
         config: the stock's RuntimeConfig.
         tree: whether segments take the place of blocks, whole states and stock's disk tier.
+        disk_tier: where the tree's own disk tier is, and its limit; "off", or None where it has none.
     """
 
     def value(name: str) -> object:
@@ -288,7 +291,11 @@ def describe_prefix_cache(config: object, tree: bool = False) -> str:
     limit = value("memory_max_gb")
     memory = "automatic" if limit is None else f"{limit:g} GB"
     if tree:
-        return f"prefix cache: on, a tree of segments, memory {memory}, disk off (stock's disk tier stores blocks, the tree has none yet)"
+        disk = (
+            disk_tier
+            or "off (stock's disk tier stores blocks; durable-disk is the tree's own)"
+        )
+        return f"prefix cache: on, a tree of segments, memory {memory}, disk {disk}"
     disk = "off"
     if value("disk_enabled") and value("disk_path") != "":
         cap = value("disk_max_gb")

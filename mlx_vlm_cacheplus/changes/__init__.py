@@ -30,6 +30,7 @@ ORDER: tuple[str, ...] = (
     "waiting-streams",
     "speculative-turns",
     "fair-queue",
+    "durable-disk",
     # Last: it reads what the others leave behind.
     "reuse-record",
 )

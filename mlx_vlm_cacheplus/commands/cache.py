@@ -1,4 +1,4 @@
-"""`mlx-vlm-cacheplus cache`: the sessions of a running server, and what it keeps of them."""
+"""`mlx-vlm-cacheplus cache`: the sessions of a running server, and what is kept on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ PATH = "/v1/cacheplus/sessions"
 DEFAULT_URL = "http://127.0.0.1:8080"
 KEY_VARIABLE = "MLX_VLM_SERVER_API_KEY"
 SECONDS = 30
+SERVER_ACTIONS = ("sessions", "pin", "unpin", "forget", "reset")
+DISK_ACTIONS = ("ls", "show", "verify", "rm", "gc", "export", "import")
 
 
 class Unanswered(Exception):
@@ -23,13 +26,23 @@ class Unanswered(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", choices=("sessions", "pin", "unpin", "forget", "reset")
+        "action",
+        choices=(*SERVER_ACTIONS, *DISK_ACTIONS),
+        help="sessions, pin, unpin, forget and reset ask a running server; the others look into the folder on disk",
     )
-    parser.add_argument("session", nargs="?", help="id, for pin, unpin and forget")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        help="id of a session for pin, unpin and forget; root for show and rm (or all); entry or session for export; "
+        "file for import",
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="file for export")
+    parser.add_argument("--disk", metavar="DIR", help="the folder on disk")
+    parser.add_argument("--gb", help="its limit, for gc and import")
     parser.add_argument("--url", default=DEFAULT_URL, help="server (%(default)s)")
     parser.add_argument(
         "--scope",
-        choices=("ram", "all"),
+        choices=("ram", "disk", "all"),
         default="ram",
         help="of a reset (%(default)s); all leaves nothing behind",
     )
@@ -43,8 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0 where it was done; 1 where the server refused or is not there; 2 for a mistake."""
+    if options.action in DISK_ACTIONS:
+        from .cache_disk import run as run_on_disk
+
+        return run_on_disk(options)
     needs_session = options.action in ("pin", "unpin", "forget")
-    if needs_session != bool(options.session):
+    if needs_session != bool(options.what):
         need = "needs" if needs_session else "takes no"
         print(f"error: {options.action} {need} session id", file=sys.stderr)
         return 2
@@ -75,7 +92,7 @@ def _ask(options: argparse.Namespace) -> dict[str, Any]:
                 answer = http.post(f"{url}/reset", json={"scope": options.scope})
             else:
                 answer = http.post(
-                    f"{url}/{options.action}", json={"session": options.session}
+                    f"{url}/{options.action}", json={"session": options.what}
                 )
     except (httpx.HTTPError, httpx.InvalidURL) as problem:
         raise Unanswered(f"no answer from {options.url}: {problem}") from None

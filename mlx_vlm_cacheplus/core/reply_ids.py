@@ -16,10 +16,11 @@ tokenizer merges with its neighbours.
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,17 @@ class _Reply:
     def nbytes(self) -> int:
         return len(self.prompt_text) + 4 * len(self.ids)
 
+    def to_bytes(self) -> bytes:
+        tenants = sorted(self.tenants, key=str)
+        return json.dumps(
+            [self.prompt_text, list(self.ids), self.prompt_len, tenants]
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> _Reply:
+        text, ids, prompt_len, tenants = json.loads(content)
+        return cls(text, array("I", ids), prompt_len, frozenset(tenants))
+
 
 @dataclass
 class _Prompt:
@@ -63,9 +75,17 @@ class ReplyIds:
 
     Prompts are noted and looked up on request threads, replies are noted on the
     generation thread; no array is touched and no tokenizer is called there.
+
+    Args:
+        keep: told of each reply, by key and as bytes that ``remember`` takes back.
     """
 
-    def __init__(self, capacity: int = CAPACITY):
+    def __init__(
+        self,
+        capacity: int = CAPACITY,
+        keep: Callable[[bytes, bytes], None] | None = None,
+    ):
+        self._keep = keep
         self._capacity = capacity
         self._lock = threading.Lock()
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
@@ -86,6 +106,15 @@ class ReplyIds:
             if prompt is not None:
                 reply = _Reply(prompt.text, array("I", ids), prompt_len, prompt.tenants)
                 self._remember(self._replies, _key(ids), reply)
+                if self._keep is not None:
+                    self._keep(_key(ids), reply.to_bytes())
+
+    def remember(self, kept: Iterable[bytes]) -> None:
+        """Know replies again that were kept elsewhere, the newest last."""
+        with self._lock:
+            for content in kept:
+                reply = _Reply.from_bytes(content)
+                self._remember(self._replies, _key(reply.ids), reply)
 
     def spell(
         self,
@@ -133,7 +162,8 @@ def reply_ids_of(manager: Any) -> ReplyIds:
     """The store that belongs to a prefix cache's manager, made at first use."""
     store = getattr(manager, "reply_ids", None)
     if store is None:
-        store = manager.reply_ids = ReplyIds()
+        keep = getattr(manager, "keep_reply", None)
+        store = manager.reply_ids = ReplyIds(keep=keep)
     return store
 
 

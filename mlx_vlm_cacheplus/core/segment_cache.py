@@ -22,7 +22,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from . import eviction, segments
 from .companions import CompanionSource, CompanionView
@@ -54,6 +54,21 @@ class Hit:
         self.lease.release()
 
 
+class Tier(Protocol):
+    """A slower tier, which keeps what was in this one; it is told, and adopts later."""
+
+    def grown(self, salt: int, ids: Sequence[int], has_states: bool) -> None:
+        """The cache holds this path now."""
+
+    def shrunk(self) -> None:
+        """The cache holds less than it did."""
+
+    def forget(
+        self, session: str, paths: Sequence[tuple[int, tuple[int, ...], int]]
+    ) -> None:
+        """These paths (salt, ids, tokens that others share) were a session's alone."""
+
+
 class SegmentCache:
     """See the module's text.
 
@@ -70,6 +85,7 @@ class SegmentCache:
         self.refusals = 0
         self.stored_tokens = 0
         self.policy = eviction.Policy()
+        self.tier: Tier | None = None
         self._make_room = make_room or self._evict_for
         self._trees: dict[tuple[int, tuple], SegmentTree] = {}
         self._clock = itertools.count(1)
@@ -202,10 +218,61 @@ class SegmentCache:
                 self._touch(node.path())
                 self.policy.stands(salt, node.path())
                 self._tidy(tree, node)
+                if self.tier is not None:
+                    self.tier.grown(salt, ids, tree.needs_states)
             finally:
                 if lease is not None:
                     lease.release()
             return True
+
+    def adopt(
+        self,
+        ids: Sequence[int],
+        salt: int,
+        layout: tuple,
+        start: int,
+        nbytes: int,
+        make: Callable[[int, bool], segments.Segment],
+    ) -> Node | None:
+        """Take in a segment that a slower tier kept, as if it had been committed.
+
+        Args:
+            ids: the path up to the segment's end.
+            start: tokens of it before the segment; what the tree holds behind is left.
+            nbytes: the segment's bytes, for which room is made.
+            make: called with the first token that is wanted and whether the end's
+                states are; returns a segment of the rest of the path.
+
+        Returns:
+            The node that ends with ``ids``; None where it cannot be taken in.
+        """
+        with self.lock:
+            tree = self._trees.get((salt, layout))
+            if tree is None:
+                tree = SegmentTree(needs_states=segments.STATE in layout)
+            found = tree.match(ids)
+            if found.length < start:
+                return None
+            lease = Lease(found.nodes[-1]) if found.nodes else None
+            try:
+                if not self._make_room(nbytes):
+                    self.refusals += 1
+                    return None
+                if found.length < len(ids):
+                    node = tree.insert(ids, make(found.length, tree.needs_states))
+                else:
+                    held = tree.node_at(ids) if tree.needs_states else found.nodes[-1]
+                    assert held is not None
+                    node = held
+                    if tree.needs_states and node.payload.states is None:
+                        states = make(len(ids), True).states
+                        tree.update(node, lambda segment: segment.set_states(states))
+            finally:
+                if lease is not None:
+                    lease.release()
+            self._trees[salt, layout] = tree
+            self._touch(node.path())
+            return node
 
     def _grow(
         self,
@@ -275,7 +342,12 @@ class SegmentCache:
                     held -= tree.remove(node)
                 self.evictions += 1
             self.drop_empty()
+            self._lost()
         return before - held
+
+    def _lost(self) -> None:
+        if self.tier is not None:
+            self.tier.shrunk()
 
     def drop_empty(self) -> None:
         """Forget the trees that hold nothing."""
@@ -288,6 +360,7 @@ class SegmentCache:
                 tree.clear()
             self._trees = {}
             self.policy.cleared()
+            self._lost()
 
     def statistics(self) -> dict[str, int]:
         """Counts for the cache's statistics endpoint."""

@@ -42,6 +42,7 @@ class Node:
         turns: places in the span at which a prompt was answered, in tokens of the
             path, ascending.
         sessions: numbers of the sessions that went this way; see ``session_table``.
+        stored: what a slower tier has of the path down to here, or None; its business.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Node:
         "born",
         "turns",
         "sessions",
+        "stored",
     )
 
     def __init__(self, parent: Node | None, ids: tuple[int, ...], payload: Any):
@@ -68,6 +70,7 @@ class Node:
         self.born = 0
         self.turns: tuple[int, ...] = ()
         self.sessions: frozenset[int] = frozenset()
+        self.stored: Any = None
 
     @property
     def end(self) -> int:
@@ -204,7 +207,7 @@ class SegmentTree:
         head_payload, node.payload = node.payload.split(at)
         head = Node(node.parent, node.ids[:at], head_payload)
         head.last_use, head.born = node.last_use, node.born
-        head.sessions = node.sessions
+        head.sessions, head.stored = node.sessions, node.stored
         head.turns = tuple(turn for turn in node.turns if turn <= head.end)
         node.turns = node.turns[len(head.turns) :]
         node.parent.children[head.ids[0]] = head
@@ -226,6 +229,7 @@ class SegmentTree:
         node.leases += parent.leases
         node.turns = parent.turns + node.turns
         node.born = parent.born
+        node.stored = node.stored or parent.stored
         node.parent.children[node.ids[0]] = node
         self.nbytes += node.nbytes - before
 

@@ -4,7 +4,7 @@
     POST /v1/cache/sessions/pin      {"session": ID}
     POST /v1/cache/sessions/unpin    {"session": ID}
     POST /v1/cache/sessions/forget   {"session": ID}
-    POST /v1/cache/sessions/reset    {"scope": "ram" or "all"}
+    POST /v1/cache/sessions/reset    {"scope": "ram", "disk" or "all"}
 
 They ask for the same key as the server's other management endpoints.
 """
@@ -26,7 +26,9 @@ from .session_policy import fair_level
 from .session_table import Session, Sessions, standing
 
 PATH = "/v1/cache/sessions"
-SCOPES = ("ram", "all")
+SCOPES = ("ram", "disk", "all")
+# How long a reset waits for the disk.
+DISK_SECONDS = 20.0
 
 
 class Refused(Exception):
@@ -108,22 +110,30 @@ def forget(cache: SegmentCache, sessions: Sessions, wanted: str) -> dict:
         numbers = frozenset(session.number for session in found)
         for session in found:
             sessions.forget(session)
-        for tree in cache._trees.values():
+        own = []
+        for (salt, _), tree in cache._trees.items():
             for node in reversed(list(tree)):
-                _leave(tree, node, numbers, sessions)
+                if not node.sessions & numbers:
+                    continue
+                path = tuple(i for part in node.path() for i in part.ids)
+                if _leave(tree, node, numbers, sessions):
+                    own.append((int(salt), path, node.start))
         cache.drop_empty()
+        if cache.tier is not None:
+            cache.tier.forget(wanted, own)
         return {"session": wanted, "freed_bytes": before - cache.nbytes}
 
 
 def _leave(
     tree: SegmentTree, node: Node, numbers: frozenset[int], sessions: Sessions
-) -> None:
-    if not node.sessions & numbers:
-        return
+) -> bool:
+    """Drop a node that is nobody else's; whether it has gone."""
     node.sessions -= numbers
     others = any(number in sessions.table for number in node.sessions)
-    if not (others or node.children or node.leases):
-        tree.remove(node)
+    if others or node.children or node.leases:
+        return False
+    tree.remove(node)
+    return True
 
 
 def reset(
@@ -135,23 +145,39 @@ def reset(
     """Empty the cache.
 
     Args:
-        scope: "ram" drops what is held there, and the records of sessions; "all"
-            leaves nothing behind.
+        scope: "ram" drops what is held there, and the records of sessions: what is on
+            disk too comes back from there; "disk" drops that; "all" leaves nothing
+            behind.
         clear: what else holds parts of prompts.
     """
     if scope not in SCOPES:
         raise Refused(400, f"scope must be one of {', '.join(SCOPES)}")
+    tier = getattr(manager, "disk_tier", None)
+    if scope == "disk":
+        if tier is None:
+            raise Refused(409, "nothing is kept on disk")
+        return {"scope": scope, "removed_entries": _clear_disk(tier)}
     cache: SegmentCache = manager.segments
     with cache.lock:
         freed = cache.nbytes
         forgotten = len(sessions.table)
     manager.clear()
+    done = {"scope": scope, "freed_bytes": freed, "forgotten_sessions": forgotten}
     if scope == "all":
         # Ids of prompts and replies.
         manager.__dict__.pop("reply_ids", None)
         for also in clear:
             also()
-    return {"scope": scope, "freed_bytes": freed, "forgotten_sessions": forgotten}
+        if tier is not None:
+            done["removed_entries"] = _clear_disk(tier)
+    return done
+
+
+def _clear_disk(tier: Any) -> int:
+    try:
+        return int(tier.clear(DISK_SECONDS))
+    except OSError as fault:
+        raise Refused(503, str(fault)) from None
 
 
 def _called(sessions: Sessions, wanted: str) -> list[Session]:

@@ -123,7 +123,10 @@ class Tracker:
     def looked_up(self, uid: int, before: tuple[int, int] | None) -> None:
         flight = self.flights.get(uid)
         if flight is not None and before is not None:
-            flight.from_disk = flight.cache.disk_hits > before[0]
+            generator = flight.generator() if flight.generator is not None else None
+            taken: set[int] = getattr(generator, "rows_from_disk", set())
+            flight.from_disk = flight.cache.disk_hits > before[0] or uid in taken
+            taken.discard(uid)
             flight.refused = flight.cache.refusals > before[1]
 
     def prefill(self, prompt_batch: Any) -> None:

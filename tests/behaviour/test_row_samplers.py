@@ -332,16 +332,15 @@ class TestWithADraftModel:
         assert [reply.ids for reply in replies] == [want.ids for want in wants]
 
     @pytest.mark.parametrize("case", ["greedy", "seed"])
-    def test_one_that_joins_what_is_decoded_without_it(self, make_server, solo, case):
+    def test_one_that_comes_while_another_is_decoded_without_it(self, make_server, solo, case):
         neighbour = GREEDY if case == "seed" else HOT
         first = asking({**neighbour, **ASKS["log-probabilities"]}, max_tokens=24)
         pair = [first, asking(case, MARKET)]
         wants = solo.all("hybrid", pair)
         server = make_server("hybrid", draft_model="hybrid-mtp", **SETTINGS)
         replies = server.staggered([(0, dict(pair[0])), (4, dict(pair[1]))])
-        assert (2, 1) in server.recorder.decode_calls
         assert_all_same(replies, wants)
-        assert not drafted_tokens(replies[1])
+        assert not drafted_tokens(replies[0])
 
     @pytest.mark.guard
     @pytest.mark.parametrize("own", [GREEDY, HOT], ids=["greedy", "hot"])

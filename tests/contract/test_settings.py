@@ -145,3 +145,5 @@ def test_the_line_of_a_tree_names_no_blocks_and_says_that_the_disk_is_off():
     line = settings.describe_prefix_cache(Config(), tree=True)
     assert "tree of segments, memory 1.5 GB, disk off" in line
     assert "blocks of" not in line
+    line = settings.describe_prefix_cache(Config(), True, "/there, 20 GB")
+    assert line.endswith("memory 1.5 GB, disk /there, 20 GB")

@@ -1,0 +1,205 @@
+"""The cache survives: a second tier on disk, whole, private and named by content."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from typing import Any
+
+from ..change import Change, Option, Target
+
+AR = "mlx_vlm.generate.ar"
+APC = "mlx_vlm.apc"
+APP = "mlx_vlm.server.app"
+SERVER = "mlx_vlm.server.generation"
+FOLDER = "MLX_VLM_CACHEPLUS_DISK"
+LIMIT = "MLX_VLM_CACHEPLUS_DISK_GB"
+
+
+def check_folder(text: str) -> None:
+    """Raise ValueError for a folder that cannot be meant."""
+    if not text.strip():
+        raise ValueError("name a folder, or off")
+
+
+def check_gb(text: str) -> None:
+    """Raise ValueError for what is no size."""
+    try:
+        fits = 0 <= float(text) < float("inf")
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError("a number of GB of at least 0; 0 is no limit")
+
+
+def settings(overrides: Any) -> Any:
+    """What options, variables and the stock's settings say together; None for no disk tier."""
+    from ..core.disk_settings import settings_of
+
+    return settings_of(
+        overrides, folder=os.environ.get(FOLDER), max_gb=os.environ.get(LIMIT)
+    )
+
+
+def describe_disk(overrides: Any) -> str:
+    """Folder and limit for the start-up line, or off."""
+    found = settings(overrides)
+    if found is None:
+        return "off"
+    limit = found.max_bytes
+    return f"{found.folder}, {f'{limit / (1 << 30):g} GB' if limit else 'no limit'}"
+
+
+class DurableDisk(Change):
+    name = "durable-disk"
+    summary = (
+        "The prefix cache survives restarts: one file a segment, written once, behind the requests, checked when it is "
+        "read, and never used for other weights"
+    )
+    targets = (
+        Target(APC, "from_env"),
+        Target(APC, "APCManager.close"),
+        Target(APC, "APCManager.stats_snapshot"),
+        Target(AR, "BatchGenerator.insert"),
+        Target(AR, "BatchGenerator.next"),
+        Target(AR, "PromptProcessingBatch.prompt_step"),
+        Target(AR, "PromptProcessingBatch.generate"),
+        Target(SERVER, "ResponseGenerator._initialize_model"),
+        Target(SERVER, "ResponseGenerator._collect_pending_requests"),
+        Target(APP, "app"),
+    )
+    why = (
+        "Stock's disk tier knows a model by its path, so other weights under that path are served the old ones' keys and "
+        "values. It writes a hybrid model's whole state again with every turn, checks nothing that it reads, forces nothing "
+        "to the medium, lets other users read it, and makes requests wait for its writes."
+    )
+    upstream = "no issue yet; related: https://github.com/Blaizzy/mlx-vlm/issues/1629"
+    remove_when = "the segment tree has a disk tier"
+    requires = ("segment-tree",)
+    marks = ("mlx_vlm.disk_tier:DiskTier",)
+    options = (
+        Option(
+            "--cacheplus-disk",
+            FOLDER,
+            "Folder in which the prefix cache survives restarts, or off. Default: segments in MLX_VLM_CACHE_HOME.",
+            "DIR",
+            check_folder,
+        ),
+        Option(
+            "--cacheplus-disk-gb",
+            LIMIT,
+            "What that folder may take, in GB; 0 is no limit. Default: APC_DISK_MAX_GB, or 20.",
+            "GB",
+            check_gb,
+        ),
+    )
+    # Another change turns stock's own disk tier off, which stays so: it is not made here.
+    env_defaults = {"APC_DISK_ENABLED": "1"}
+
+    def too_late(self) -> str:
+        app = getattr(sys.modules.get(APP), "app", None)
+        if getattr(app, "middleware_stack", None) is not None:
+            return "the server has answered requests already"
+        return ""
+
+    def apply(self, patcher: Any) -> None:
+        from ..core import disk_coordination as core
+
+        _apply_to_manager(patcher, core)
+        _apply_to_generator(patcher, core)
+        _apply_to_server(patcher, core)
+
+
+def _apply_to_manager(patcher: Any, core: Any) -> None:
+    def from_env(original: Any) -> Any:
+        def wrapper(model_namespace: Any = None, overrides: Any = None) -> Any:
+            found = settings(overrides)
+            manager = original(
+                model_namespace, {**(overrides or {}), "disk_enabled": False}
+            )
+            if manager is not None:
+                manager.disk_settings = found
+            return manager
+
+        return wrapper
+
+    def close(original: Any) -> Any:
+        def wrapper(self: Any) -> None:
+            core.close(self)
+            original(self)
+
+        return wrapper
+
+    def snapshot(original: Any) -> Any:
+        return lambda self: {**original(self), **core.statistics(self)}
+
+    patcher.replace_method(APC, "from_env", from_env)
+    patcher.replace_method(APC, "APCManager.close", close)
+    patcher.replace_method(APC, "APCManager.stats_snapshot", snapshot)
+
+
+def _apply_to_generator(patcher: Any, core: Any) -> None:
+    def insert(original: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            uids = original(self, *args, **kwargs)
+            core.ask_ahead(self, uids)
+            return uids
+
+        return wrapper
+
+    def advance(original: Any) -> Any:
+        def wrapper(self: Any, **kwargs: Any) -> Any:
+            with core.rows_being_read_wait(self):
+                return original(self, **kwargs)
+
+        return wrapper
+
+    def reading(original: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with core.reading_prompt(self):
+                return original(self, *args, **kwargs)
+
+        return wrapper
+
+    patcher.replace_method(AR, "BatchGenerator.insert", insert)
+    patcher.replace_method(AR, "BatchGenerator.next", advance)
+    patcher.replace_method(AR, "PromptProcessingBatch.prompt_step", reading)
+    patcher.replace_method(AR, "PromptProcessingBatch.generate", reading)
+
+
+def _apply_to_server(patcher: Any, core: Any) -> None:
+    def initialize(original: Any) -> Any:
+        def wrapper(self: Any) -> None:
+            original(self)
+            core.open_tier(self)
+
+        return wrapper
+
+    def collect(original: Any) -> Any:
+        def wrapper(self: Any, **kwargs: Any) -> Any:
+            core.tick(self)
+            return original(self, **kwargs)
+
+        return wrapper
+
+    patcher.replace_method(SERVER, "ResponseGenerator._initialize_model", initialize)
+    patcher.replace_method(
+        SERVER, "ResponseGenerator._collect_pending_requests", collect
+    )
+    server = importlib.import_module(APP)
+    before = server.app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> Any:
+        async with before(app) as state:
+            try:
+                yield state
+            finally:
+                await core.flush_at_end(server.runtime)
+
+    patcher.set_within(APP, "app", "router.lifespan_context", lifespan)
+
+
+CHANGE = DurableDisk()

@@ -1,0 +1,444 @@
+"""Entries on disk: whole or not there, found again, private, and one writer's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from mlx_vlm_cacheplus.core import disk_folder
+from mlx_vlm_cacheplus.core.disk_folder import ENTRIES, SPOILED, TEMPORARY, Refused
+from mlx_vlm_cacheplus.core.disk_index import COMPANION, INDEX, SPAN, STATE, New
+from mlx_vlm_cacheplus.core.disk_store import DiskStore, Spoiled
+
+ROOT = Path(__file__).resolve().parents[2]
+# Removes nothing from the path that another checkout could have put first.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "cache" / "segments"
+
+
+@pytest.fixture
+def store(folder):
+    with_writer = DiskStore(folder)
+    with_writer.open()
+    yield with_writer
+    with_writer.close()
+
+
+def content(ids, size=64):
+    return bytes(i % 251 for i in ids) * (1 + size // max(1, len(ids)))
+
+
+def put(store, root, ids, parent=0, start=0, kind=SPAN, **more):
+    body = more.pop("body", content(ids or [1]))
+    new = New(
+        store.reserve(),
+        root,
+        parent,
+        kind,
+        start,
+        start + len(ids),
+        ids,
+        [body],
+        len(body),
+        **more,
+    )
+    (entry,) = store.add([new])
+    return entry
+
+
+def test_a_path_is_found_through_its_spans(store):
+    root = store.root("weights", 0, "layout")
+    first = put(store, root, [1, 2, 3, 4])
+    reply = put(store, root, [5, 6], first.number, 4)
+    aside = put(store, root, [9, 9], first.number, 2)  # parts inside the first
+    assert [(e.number, n) for e, n in store.walk(root, [1, 2, 3, 4, 5, 7])] == [
+        (first.number, 4),
+        (reply.number, 5),
+    ]
+    assert [(e.number, n) for e, n in store.walk(root, [1, 2, 9, 9, 9])] == [
+        (first.number, 2),
+        (aside.number, 4),
+    ]
+    assert store.walk(root, [2]) == []
+    assert store.ids_of(aside) == [9, 9]
+    assert store.read(reply) == content([5, 6])
+
+
+def test_roots_have_nothing_in_common(store):
+    mine = store.root("weights", 7, "layout")
+    put(store, mine, [1, 2])
+    for other in (("weights", 8), ("others", 7)):
+        assert store.roots(*other) == []
+    assert store.roots("weights", 7) == [(mine, "layout")]
+    assert store.walk(mine + 1, [1, 2]) == []
+
+
+def test_supplements_belong_to_their_span(store):
+    root = store.root("weights", 0, "layout")
+    span = put(store, root, [1, 2, 3])
+    state = put(store, root, [], span.number, 2, STATE, has_state=True)
+    part = put(store, root, [], span.number, 0, COMPANION, companion="drafter")
+    assert {e.number for e in store.supplements([span])} == {state.number, part.number}
+    assert store.supplements([]) == []
+
+
+def test_all_is_there_after_a_restart(folder):
+    store = DiskStore(folder)
+    store.open()
+    root = store.root("weights", 0, "layout", "a model")
+    entry = put(store, root, [1, 2, 3], turns="2", session="agent")
+    clock = store.clock
+    store.note({"a": "b"})
+    store.close()
+    store.open()
+    assert (store.entries, store.nbytes, store.clock) == (1, entry.nbytes, clock)
+    assert store.walk(root, [1, 2, 3]) == [(entry, 3)]
+    assert store.all_roots() == [(root, "weights", 0, "layout", "a model")]
+    assert store.recall("a") == "b"
+    store.close()
+
+
+def test_private_from_creation_whatever_the_umask(folder):
+    before = os.umask(0)
+    try:
+        store = DiskStore(folder)
+        store.open()
+        put(store, store.root("weights", 0, "layout"), [1])
+    finally:
+        os.umask(before)
+    modes = {p.name: stat.S_IMODE(p.lstat().st_mode) for p in folder.rglob("*")}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for path in folder.rglob("*"):
+        assert modes[path.name] == (0o700 if path.is_dir() else 0o600), path
+    store.close()
+
+
+@pytest.mark.parametrize("what", ["writable", "foreign", "file", "other files"])
+def test_a_folder_that_is_not_ours_is_refused_with_a_remedy(folder, monkeypatch, what):
+    folder.parent.mkdir()
+    if what == "file":
+        folder.write_text("x")
+    else:
+        folder.mkdir()
+    if what == "writable":
+        folder.chmod(0o777)
+    if what == "foreign":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    if what == "other files":
+        (folder / "thesis.txt").write_text("x")
+    with pytest.raises(Refused, match="name a|chmod 700"):
+        DiskStore(folder).open()
+
+
+def test_a_loose_folder_of_ours_is_tightened(folder):
+    folder.mkdir(parents=True, mode=0o755)
+    DiskStore(folder).open()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_links(folder, store, tmp_path):
+    """The folder may be reached through a link; an entry may not be one."""
+    root = store.root("weights", 0, "layout")
+    entry = put(store, root, [1, 2])
+    secret = tmp_path / "secret"
+    secret.write_bytes(content([1, 2]))
+    place = folder / ENTRIES / entry.name
+    place.unlink()
+    place.symlink_to(secret)
+    with pytest.raises(OSError):
+        store.read(entry)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert DiskStore(link).folder.path == folder
+
+
+def test_one_writer(folder, store):
+    root = store.root("weights", 0, "layout")
+    entry = put(store, root, [1, 2])
+    part = folder / ENTRIES / ("theirs" + TEMPORARY)
+    part.write_bytes(b"in flight")
+    second = DiskStore(folder)
+    second.open()
+    assert not second.is_writer
+    assert second.read(second.walk(root, [1, 2])[0][0]) == content([1, 2])
+    for write in (
+        lambda: put(second, root, [3]),
+        lambda: second.touch([entry.number]),
+        lambda: second.drop([entry]),
+        lambda: second.sweep(),
+    ):
+        with pytest.raises(OSError):
+            write()
+    assert part.exists() and not second.try_to_write()
+    store.close()
+    assert second.try_to_write()
+    put(second, root, [3])
+    second.close()
+
+
+def test_what_dead_writers_left_goes_and_nothing_else(folder, store):
+    root = store.root("weights", 0, "layout")
+    entry = put(store, root, [1, 2])
+    (folder / ENTRIES / ("dead" + TEMPORARY)).write_bytes(b"half")
+    (folder / ENTRIES / "unknown").write_bytes(b"whole, and in no index")
+    nameless = xxhash.xxh3_128_hexdigest(b"its checksum is right")
+    (folder / ENTRIES / nameless).write_bytes(b"its checksum is right")
+    assert store.sweep() == 3
+    assert store.read(entry) == content([1, 2])
+    assert list(store.folder.names()) == [entry.name]
+
+
+def failing(call, at, error):
+    """``call``, which fails at its ``at``-th use."""
+    uses = iter(range(1, 1_000_000))
+
+    def stand_in(*args, **kwargs):
+        if next(uses) == at:
+            raise error
+        return call(*args, **kwargs)
+
+    return stand_in
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("step", ["write", "fsync", "rename"])
+def test_a_write_that_fails_leaves_nothing(store, monkeypatch, code, step):
+    root = store.root("weights", 0, "layout")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, step, failing(getattr(os, step), 1, OSError(code, "injected"))
+        )
+        with pytest.raises(OSError, match="injected"):
+            put(store, root, [1, 2])
+    assert os.listdir(store.folder.path / ENTRIES) == []
+    assert store.walk(root, [1, 2]) == [] and store.nbytes == 0
+    entry = put(store, root, [1, 2])
+    assert store.walk(root, [1, 2]) == [(entry, 2)]
+
+
+def test_a_file_is_on_the_medium_before_its_row(store, monkeypatch):
+    """In this order: content, name, folder, row."""
+    steps = []
+    real_force, real_rename = disk_folder.force, os.rename
+
+    def force(handle):
+        is_folder = stat.S_ISDIR(os.fstat(handle).st_mode)
+        steps.append("force folder" if is_folder else "force file")
+        real_force(handle)
+
+    def rename(*names):
+        steps.append("rename")
+        real_rename(*names)
+
+    root = store.root("weights", 0, "layout")
+    monkeypatch.setattr(disk_folder, "force", force)
+    monkeypatch.setattr(os, "rename", rename)
+    store._writing.set_trace_callback(
+        lambda text: steps.append("row") if text.startswith("INSERT INTO ent") else None
+    )
+    put(store, root, [1])
+    assert steps == ["force file", "rename", "force folder", "row"]
+
+
+def test_every_changed_byte_is_found(store):
+    root = store.root("weights", 0, "layout")
+    entry = put(store, root, [1, 2, 3], body=random.Random(5).randbytes(4096))
+    path = store.folder.path / ENTRIES / entry.name
+    whole = path.read_bytes()
+    rng = random.Random(1)
+    for _ in range(1000):
+        place, bit = rng.randrange(len(whole)), 1 << rng.randrange(8)
+        changed = bytearray(whole)
+        changed[place] ^= bit
+        path.write_bytes(changed)
+        with pytest.raises(Spoiled):
+            store.read(entry)
+    assert store.spoiled == 1000
+    for damaged in (b"", whole[:-1], whole + b"x", bytes(len(whole))):
+        path.write_bytes(damaged)
+        with pytest.raises(Spoiled):
+            store.read(entry)
+    path.write_bytes(whole)
+    assert store.read(entry) == whole
+
+
+def test_a_spoiled_entry_goes_with_all_that_stands_on_it(store):
+    root = store.root("weights", 0, "layout")
+    kept = put(store, root, [8])
+    bad = put(store, root, [1, 2])
+    child = put(store, root, [3], bad.number, 2)
+    state = put(store, root, [], child.number, 3, STATE)
+    gone = store.drop_spoiled(bad)
+    assert {e.number for e in gone} == {bad.number, child.number, state.number}
+    assert os.listdir(store.folder.path / SPOILED) == [bad.name]
+    assert list(store.folder.names()) == [kept.name]
+    assert (store.entries, store.nbytes) == (1, kept.nbytes)
+
+
+def test_spoiled_files_do_not_pile_up(store):
+    root = store.root("weights", 0, "layout")
+    for token in range(20):
+        store.drop_spoiled(put(store, root, [token]))
+    assert len(os.listdir(store.folder.path / SPOILED)) == disk_folder.MOST_SPOILED
+
+
+def test_the_cap(folder):
+    store = DiskStore(folder, max_bytes=1000)
+    store.open()
+    root = store.root("weights", 0, "layout")
+    first = put(store, root, [1], body=bytes(300))
+    leaf = put(store, root, [2], first.number, 1, body=bytes(300))
+    other = put(store, root, [7], body=bytes(300))
+    store.touch([first.number, leaf.number])
+    assert store.make_room(50) == []
+    assert store.make_room(1001) is None, "it would never fit"
+    assert store.entries == 3, "and nobody goes for it"
+    assert store.make_room(300) == [other]
+    assert [e.number for e, _ in store.walk(root, [1, 2])] == [
+        first.number,
+        leaf.number,
+    ]
+    assert [e.number for e in store.make_room(900)] == [leaf.number, first.number]
+    assert list(store.folder.names()) == [] and store.nbytes == 0
+    store.close()
+
+
+def test_whoever_evicts_says_the_order(folder):
+    store = DiskStore(folder, max_bytes=1000)
+    store.open()
+    root = store.root("weights", 0, "layout")
+    entries = [put(store, root, [token], body=bytes(300)) for token in (1, 2, 3)]
+    child = put(store, root, [4], entries[2].number, 1, body=bytes(50))
+
+    def order(found):
+        # A parent that is named before its child stays.
+        return [entries[2].number, entries[1].number, entries[0].number]
+
+    assert store.make_room(300, order) == [entries[1]]
+    assert set(store.folder.names()) == {
+        entries[0].name,
+        entries[2].name,
+        child.name,
+    }
+    store.close()
+
+
+def test_a_deleted_folder_is_noticed(folder, store):
+    assert store.is_there()
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+    assert not store.is_there()
+    store.open()
+    assert store.is_there() and store.is_writer
+    put(store, store.root("weights", 0, "layout"), [1])
+
+
+def test_an_index_that_cannot_be_read_is_begun_anew(folder):
+    store = DiskStore(folder)
+    store.open()
+    put(store, store.root("weights", 0, "layout"), [1])
+    store.close()
+    (folder / INDEX).write_bytes(b"no database, but long enough to look at" * 200)
+    store.open()
+    assert store.entries == 0 and store.sweep() == 1
+    assert store.all_roots() == []
+    store.close()
+
+
+def test_a_large_folder_is_opened_without_reading_it(folder, store, monkeypatch):
+    """100,000 entries: the files are not even there."""
+    root = store.root("weights", 0, "layout")
+    rows = [
+        (root, 0, SPAN, 0, 1, n, b"\0" * 8, f"{n:032x}", 10, b"", 0, "", n, "", "")
+        for n in range(100_000)
+    ]
+    with store._writing as writer:
+        writer.executemany(
+            "INSERT INTO entries (root, parent, kind, start, stop, first, ids, name, "
+            "nbytes, checksum, has_state, companion, last_use, turns, session) "
+            f"VALUES ({', '.join('?' * 15)})",
+            rows,
+        )
+    store.close()
+    steps = []
+    real = sqlite3.connect
+
+    def watched(*args, **kwargs):
+        connection = real(*args, **kwargs)
+        connection.set_progress_handler(lambda: steps.append(1), 100_000)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", watched)
+    store.open()
+    assert (store.entries, store.nbytes) == (100_000, 1_000_000)
+    # A count and a sum: a few instructions a row, whatever the entries hold.
+    assert len(steps) <= 20
+    assert store.walk(root, [5])[0][0].name == f"{5:032x}"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from mlx_vlm_cacheplus.core.disk_index import New
+from mlx_vlm_cacheplus.core.disk_store import DiskStore
+store = DiskStore(Path(sys.argv[1]))
+store.open()
+assert store.is_writer
+store.sweep()
+root = store.root("weights", 0, "layout")
+begin = store.entries
+for n in range(begin, begin + 10_000):
+    body = [bytes([n % 251]) * 50_000] * 4
+    store.add([New(store.reserve(), root, 0, 0, 0, 1, [n], body, 200_000)])
+    print(n, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "kills", [6, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_killed_at_random_points(folder, kills):
+    """What was reported is there and whole; what is there is whole."""
+    rng = random.Random(kills)
+    reported = 0
+    for _ in range(kills):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(folder)],
+            stdout=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        assert writer.stdout is not None
+        for _ in range(rng.randrange(1, 12)):
+            reported = int(writer.stdout.readline()) + 1
+        # In the middle of the next one, at a place that differs from time to time.
+        for _ in range(rng.randrange(0, 20_000)):
+            pass
+        writer.send_signal(signal.SIGKILL)
+        reported = max([reported, *(int(n) + 1 for n in writer.stdout.read().split())])
+        writer.wait()
+        store = DiskStore(folder)
+        store.open()
+        assert store.is_writer, "the lock went with the process"
+        root = store.root("weights", 0, "layout")
+        assert store.entries >= reported
+        for n in range(store.entries):
+            ((entry, _),) = store.walk(root, [n])
+            assert bytes(store.read(entry)) == bytes([n % 251]) * 200_000
+        store.sweep()
+        assert len(list(store.folder.names())) == store.entries
+        store.close()
