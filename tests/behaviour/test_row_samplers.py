@@ -332,7 +332,9 @@ class TestWithADraftModel:
         assert [reply.ids for reply in replies] == [want.ids for want in wants]
 
     @pytest.mark.parametrize("case", ["greedy", "seed"])
-    def test_one_that_comes_while_another_is_decoded_without_it(self, make_server, solo, case):
+    def test_one_that_comes_while_another_is_decoded_without_it(
+        self, make_server, solo, case
+    ):
         neighbour = GREEDY if case == "seed" else HOT
         first = asking({**neighbour, **ASKS["log-probabilities"]}, max_tokens=24)
         pair = [first, asking(case, MARKET)]
