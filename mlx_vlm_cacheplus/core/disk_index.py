@@ -14,12 +14,13 @@ SCHEMA = 1
 INDEX = "index.sqlite"
 SPAN, STATE, COMPANION = range(3)
 
+# A salt may have 256 bits, and is kept as text: SQLite's integers have 64.
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS replies (
   key BLOB PRIMARY KEY, owner TEXT, content BLOB, last_use INTEGER);
 CREATE TABLE IF NOT EXISTS roots (
-  number INTEGER PRIMARY KEY, identity TEXT, salt INTEGER, layout TEXT, note TEXT,
+  number INTEGER PRIMARY KEY, identity TEXT, salt TEXT, layout TEXT, note TEXT,
   UNIQUE (identity, salt, layout));
 CREATE TABLE IF NOT EXISTS entries (
   number INTEGER PRIMARY KEY, root INTEGER, parent INTEGER, kind INTEGER,

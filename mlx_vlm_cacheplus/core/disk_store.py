@@ -231,7 +231,7 @@ class DiskStore:
         """Number and layout of each root of an identity and a salt."""
         return self._reader.execute(
             "SELECT number, layout FROM roots WHERE identity = ? AND salt = ?",
-            (identity, salt),
+            (identity, str(int(salt))),
         ).fetchall()
 
     def walk(self, root: int, ids: Sequence[int]) -> list[tuple[Entry, int]]:
@@ -266,9 +266,10 @@ class DiskStore:
 
     def all_roots(self) -> list[tuple[int, str, int, str, str]]:
         """Number, identity, salt, layout and note of every root."""
-        return self._managing.execute(
+        found = self._managing.execute(
             "SELECT number, identity, salt, layout, note FROM roots"
-        ).fetchall()
+        )
+        return [(number, name, int(salt), *rest) for number, name, salt, *rest in found]
 
     def read(self, entry: Entry) -> memoryview:
         """The content of an entry's file, checked.
@@ -332,14 +333,14 @@ class DiskStore:
         """The number of a root, which is made if it is not there."""
         known = self._writer.execute(
             "SELECT number FROM roots WHERE identity = ? AND salt = ? AND layout = ?",
-            (identity, salt, layout),
+            (identity, str(int(salt)), layout),
         ).fetchone()
         if known is not None:
             return int(known[0])
         with self._writer as writer:
             cursor = writer.execute(
                 "INSERT INTO roots (identity, salt, layout, note) VALUES (?, ?, ?, ?)",
-                (identity, salt, layout, note),
+                (identity, str(int(salt)), layout, note),
             )
         return int(cursor.lastrowid or 0)
 

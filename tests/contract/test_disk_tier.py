@@ -186,6 +186,16 @@ def test_salts_and_identities_meet_nowhere(start):
     other.stop()
 
 
+@pytest.mark.parametrize("salt", [-(2**63), 2**256 - 1])
+def test_a_salt_has_as_many_bits_as_it_likes(start, salt):
+    server = start("dense")
+    server.turn([1, 2, 3], [4], salt=salt)
+    server.stop()
+    server = start("dense")
+    assert server.ask([1, 2, 3, 4, 5], salt=salt)[0] == 4
+    server.stop()
+
+
 def test_what_ram_has_lost_comes_back(start):
     server = start("hybrid", room=12_000)
     talks = [session(3, seed) for seed in range(4)]
