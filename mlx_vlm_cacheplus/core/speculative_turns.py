@@ -94,7 +94,7 @@ def _turns_of(generator: Any, batches: list[Any]) -> list[Any]:
                 if faults is None:
                     raise  # nobody collects what single rows meet
                 faults.extend((uid, error) for uid in batch.uids)
-                mx.clear_cache()
+                batch.filter([])  # its caches and its drafter go now
     generator._gen_tokens_counter += len(responses)
     _drop_ended(generator)
     return responses

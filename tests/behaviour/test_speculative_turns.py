@@ -164,6 +164,9 @@ def test_an_error_in_a_round_fails_its_own_batch(server, monkeypatch):
     assert_same(good, want)
     queued = [who for kind, who in line.events if kind == "queued"]
     assert line.events.index(("token", queued[1])) < max(line.rounds_of(queued[0]))
+    left = vars(drafters[1])
+    primed = {"reset", "accept_verified_tokens", "prefill_from_target_hidden"}
+    assert not left.keys() & primed and not left.get("_cache")
     monkeypatch.undo()
     server.clear_cache()
     assert server.chat(**long).ids == want.ids

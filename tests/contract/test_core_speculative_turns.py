@@ -101,10 +101,12 @@ def test_without_a_draft_model_nothing_changes():
 
 def test_an_error_fails_the_rows_of_its_batch():
     log, error = [], RuntimeError("planted")
-    generator = make(Batch(log, 1, 2, error=error), Batch(log, 3), row_faults=[])
+    broken = Batch(log, 1, 2, error=error)
+    generator = make(broken, Batch(log, 3), row_faults=[])
     responses = core.take_turns(generator, lambda: ([], []))[1]
     assert [uid for uid, _ in responses] == [3]
     assert generator.row_faults == [(1, error), (2, error)]
+    assert not broken.uids, "it still has its rows, and so its caches"
     assert [batch.uids for batch in generator.speculative_batches] == [[3]]
 
 
