@@ -12,7 +12,8 @@ Invariants:
 1. Prompts that have come later and are admitted earlier than a prompt have together at most
    as many tokens as that prompt.  Prompts that are admitted with it do not overtake it.
 2. But for that, the queue keeps the order in which it is found.
-3. Nothing is decided in a step that admits nobody.
+3. The order is settled when a prompt comes, leaves or is admitted, and in no other step:
+   a queue behind a full batch costs a decode step next to nothing.
 """
 
 from __future__ import annotations
@@ -34,19 +35,24 @@ def in_fair_order(generator: Any) -> Iterator[None]:
     if len(queued) < 2 or generator._prompt_batch is not None:
         yield
         return
-    overtaken = {
-        uid: tokens
-        for uid, tokens in getattr(generator, "overtaken", {}).items()
-        if any(row[0] == uid for row in queued)
-    }
-    generator.overtaken = overtaken
-    generator._unprocessed_sequences = line_up(
-        queued, overtaken, generator.prefill_batch_size
-    )
+    by_uid = {row[0]: row for row in queued}
+    state = set(by_uid), generator.prefill_batch_size
+    settled = getattr(generator, "settled_order", None)
+    if settled is None or settled[0] != state:
+        spent = getattr(generator, "overtaken", {})
+        generator.overtaken = {uid: n for uid, n in spent.items() if uid in by_uid}
+        order = line_up(queued, generator.overtaken, generator.prefill_batch_size)
+        # By uid: the queue's entries hold embeddings.
+        uids = tuple(row[0] for row in order)
+        settled = generator.settled_order = state, uids
+    generator._unprocessed_sequences = [by_uid[uid] for uid in settled[1]]
     try:
         yield
     finally:
-        _note_overtaken(queued, generator._unprocessed_sequences, overtaken)
+        waiting = generator._unprocessed_sequences
+        if len(waiting) < len(queued):
+            generator.settled_order = None
+            _note_overtaken(queued, waiting, generator.overtaken)
 
 
 def line_up(
@@ -91,7 +97,7 @@ def _note_overtaken(
 ) -> None:
     """Enter what was admitted into the budgets of those that still wait."""
     waiting = {row[0] for row in after}
+    admitted = [row for row in before if row[0] not in waiting]
     for other in after:
-        for row in before:
-            if row[0] not in waiting:
-                _spend(other, row, overtaken)
+        for row in admitted:
+            _spend(other, row, overtaken)

@@ -7,7 +7,8 @@ one had asked.  Here each row brings its own ``Sampling``.
 Invariants:
 
 1. What a row draws depends on its logits, its settings, its seed and how many tokens it
-   has drawn; never on its neighbours, nor on when it joined.
+   has drawn; never on its neighbours, nor on when it joined.  (EAGLE-3 rounds draw
+   without a key; requests with a seed of their own do without them.)
 2. A batch whose rows agree is sampled by the very sampler that one of them has alone:
    not one array operation more.
 3. Where rows differ, those that agree are sampled together, once for each group.

@@ -66,11 +66,23 @@ class Prompt:
         self.salt = salt
         self.request = request
         self.leader: str | None = None
+        self._restorable_from: int | None = None
 
     @functools.cached_property
     def ids(self) -> tuple[int, ...]:
         """The token ids."""
         return tuple(self._read())
+
+    def restorable_from(self, media: Collection[int]) -> int:
+        """Tokens of the shortest prefix that leaves no picture behind it.
+
+        Found once: it looks at every token, and the generation thread waits.
+        """
+        from mlx_vlm.apc import media_safe_prefix_min
+
+        if self._restorable_from is None:
+            self._restorable_from = media_safe_prefix_min(self.ids, media)
+        return self._restorable_from
 
 
 @dataclass
@@ -164,6 +176,7 @@ class _Door:
         self.waiting: list[Prompt] = server.__dict__.setdefault("followers", [])
         self.admitted: list[Any] = []
         self._prompts: dict[int, Prompt] = {}
+        self._line: list[tuple[Prompt, tuple[str, int] | None]] = []
 
     @functools.cached_property
     def _rows(self) -> dict[str, Row]:
@@ -197,10 +210,18 @@ class _Door:
     ) -> list[tuple[Prompt, tuple[str, int] | None]]:
         """Each of these requests and its leader: the shortest of a kind leads.
 
-        A request that came alone is not looked at.
+        A request that came alone is not looked at.  The same ones are lined up once.
+
+        Args:
+            arrived: in order; in one round it only grows.
         """
-        if not arrived:
-            return []
+        if len(arrived) > len(self._line):
+            self._line = self._lined_up(arrived)
+        return self._line
+
+    def _lined_up(
+        self, arrived: Sequence[Any]
+    ) -> list[tuple[Prompt, tuple[str, int] | None]]:
         prompts = [
             self._prompts.setdefault(id(request), _prompt_of(request))
             for request in arrived
@@ -316,8 +337,7 @@ def best_leader(
     lengths = {
         name: length
         for name, row in rows.items()
-        if row.prompt is not prompt
-        and (length := _shared(prompt, row, media)) >= WORTH_WAITING
+        if row.prompt is not prompt and (length := _shared(prompt, row, media))
     }
     if not lengths:
         return None
@@ -330,18 +350,18 @@ def best_leader(
 
 
 def _shared(prompt: Prompt, row: Row, media: Collection[int]) -> int:
-    """Tokens that a prompt could restore once a row has been read."""
-    from mlx_vlm.apc import media_safe_prefix_min
-
+    """Tokens that a prompt could restore once a row has been read; 0 if too few."""
     leader = row.prompt
     if prompt.salt is None or leader.salt != prompt.salt:
         return 0
     if row.done is None and len(leader.ids) > len(prompt.ids):
         return 0
     length = min(common_prefix(prompt.ids, leader.ids), len(prompt.ids) - 1)
+    if length < WORTH_WAITING:
+        return 0
     if row.stops is not None and length <= (row.done or 0):
         return 0  # it has passed there, and keeps nothing there any more
-    return length if length >= media_safe_prefix_min(prompt.ids, media) else 0
+    return length if length >= prompt.restorable_from(media) else 0
 
 
 def _plan_stop(manager: Any, row: Row, length: int) -> None:

@@ -88,16 +88,26 @@ def _turns_of(generator: Any, batches: list[Any]) -> list[Any]:
         for batch in batches:
             try:
                 responses += batch.next()
+                _settle_caches(generator, batch)
             except Exception as error:
                 generator.speculative_batches.remove(batch)
                 faults = getattr(generator, "row_faults", None)
                 if faults is None:
                     raise  # nobody collects what single rows meet
                 faults.extend((uid, error) for uid in batch.uids)
-                mx.clear_cache()
+                batch.filter([])  # its caches and its drafter go now
     generator._gen_tokens_counter += len(responses)
     _drop_ended(generator)
     return responses
+
+
+def _settle_caches(generator: Any, batch: Any) -> None:
+    """Materialize a batch's caches as often as the generator does for the one it decodes."""
+    batch.turns += 1
+    interval = generator._cache_eval_interval
+    if len(batch) and interval > 0 and batch.turns % interval == 0:
+        mx.eval(batch.cache_states())
+        mx.clear_cache()
 
 
 def _drop_ended(generator: Any) -> None:
@@ -138,6 +148,7 @@ def seat_beside(generator: Any, batch: Any) -> bool:
     if not getattr(batch, "is_speculative", False):
         return False
     generator.speculative_batches.append(batch)
+    batch.turns = 0
     batch.draft_figures = {uid: DraftFigures() for uid in batch.uids}
     requests = getattr(generator, "requests_in_flight", {})
     for uid, figures in batch.draft_figures.items():

@@ -57,17 +57,22 @@ class WaitingRoom(Executor):
                 self._called.notify()  # one thread too many may be idle
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call a function in a thread of the room."""
+        """Call a function in a thread of the room.
+
+        Raises:
+            RuntimeError: the system has no thread for it; nothing is called.
+        """
         future: Future[T] = Future()
         with self._called:
-            self._work.append((future, functools.partial(fn, *args, **kwargs)))
-            if self._idle >= len(self._work):
+            if self._idle > len(self._work):
                 self._called.notify()
             elif self._threads < self._most:
+                # A daemon: a server that ends does not wait for who waits here.
+                # First: where the system has no more threads nothing has changed.
+                threading.Thread(target=self._run, name="waiting", daemon=True).start()
                 self._threads += 1
                 self._idle += 1
-                # A daemon: a server that ends does not wait for who waits here.
-                threading.Thread(target=self._run, name="waiting", daemon=True).start()
+            self._work.append((future, functools.partial(fn, *args, **kwargs)))
         return future
 
     def _run(self) -> None:

@@ -18,6 +18,7 @@ from tests.fakes.timeline import Timeline
 
 pytestmark = pytest.mark.change("speculative-turns")
 
+ar = importlib.import_module("mlx_vlm.generate.ar")
 CHUNK = 32
 SETTINGS = {
     "apc_checkpoint_entries": 8,
@@ -164,10 +165,32 @@ def test_an_error_in_a_round_fails_its_own_batch(server, monkeypatch):
     assert_same(good, want)
     queued = [who for kind, who in line.events if kind == "queued"]
     assert line.events.index(("token", queued[1])) < max(line.rounds_of(queued[0]))
+    left = vars(drafters[1])
+    primed = {"reset", "accept_verified_tokens", "prefill_from_target_hidden"}
+    assert not left.keys() & primed and not left.get("_cache")
     monkeypatch.undo()
     server.clear_cache()
     assert server.chat(**long).ids == want.ids
     assert leases(server.manager) == 0
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("name", ["hybrid-mtp", "dense-dflash"])
+def test_caches_are_settled_from_time_to_time(make_server, monkeypatch, name):
+    """Stock does it for whatever batch it decodes: free buffers would pile up."""
+    kind, settled = ar.SpeculativeGenerationBatch, []
+    states = kind.cache_states
+
+    def cache_states(batch):
+        settled.append(len(batch))
+        return states(batch)
+
+    monkeypatch.setattr(kind, "cache_states", cache_states)
+    env = {**SETTINGS["env"], "MLX_VLM_BATCH_CACHE_EVAL_INTERVAL": "3"}
+    server = make_server(DRAFTERS[name], draft_model=name, **{**SETTINGS, "env": env})
+    reply = server.chat(**asked(LONG, 40))
+    assert len(reply.ids) == 40 and len(settled) >= 3
+    server.assert_cold(reply)
 
 
 @pytest.mark.parametrize("name", ["hybrid-mtp", "dense-dflash"])
@@ -259,7 +282,6 @@ class Agents:
 def assert_nothing_is_left(server):
     """No lease, no ledger, no batch with rows, no drafter but the loaded one."""
     assert leases(server.manager) == 0
-    ar = importlib.import_module("mlx_vlm.generate.ar")
     kind = type(server.generator.draft_model)
     gc.collect()
     alive = gc.get_objects()

@@ -99,6 +99,32 @@ def test_a_step_that_admits_nobody_decides_nothing():
     assert not hasattr(generator, "overtaken")
 
 
+def test_while_nobody_comes_or_goes_nothing_is_decided_again(monkeypatch):
+    """A full batch decodes for hundreds of steps with the same queue behind it."""
+    lined_up = []
+
+    def counted(*args):
+        lined_up.append(1)
+        return line_up(*args)
+
+    line_up = core.line_up
+    monkeypatch.setattr(core, "line_up", counted)
+    generator = Generator(1)
+    generator.insert(row(0, 100), row(1, 90), row(2, 90))
+    generator.step()
+    assert generator.order == [[1]] and len(lined_up) == 1
+    for _ in range(5):
+        with core.in_fair_order(generator):
+            assert [uid for uid, _ in generator._unprocessed_sequences] == [0, 2]
+            # Whoever else orders the queue does not undo the decision.
+            generator._unprocessed_sequences.reverse()
+    assert len(lined_up) == 2
+    generator.insert(row(3, 5))
+    for _ in range(3):
+        generator.step()
+    assert generator.order == [[1], [3], [0], [2]] and len(lined_up) == 4
+
+
 def test_a_prompt_that_comes_back_to_the_queue_has_overtaken_nobody():
     """Rows whose prefill has raised are tried again."""
     generator = Generator(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from queue import Empty, Queue
 from types import SimpleNamespace
 
@@ -274,6 +275,32 @@ def test_while_nobody_comes_and_nobody_waits_no_row_is_looked_at(
     server.turn()
     monkeypatch.setattr(core, "_rows_at_work", None)
     assert server.turn(capacity) == []
+
+
+def test_a_prompt_is_looked_through_once_however_many_rows_it_meets(
+    server, monkeypatch
+):
+    """Every row that decodes waits meanwhile."""
+    server.generator.prefill_batch_size = 1
+    for number in range(1, 7):
+        server.generator.insert(server.uids, prompt(number, 9 - number))
+        server.active[server.uids] = {"request_id": f"old{number}"}
+        server.uids += 1
+    core.note_rows_at_work(server, server.generator, server.active)
+    apc = importlib.import_module("mlx_vlm.apc")
+    looked, compared = [], []
+
+    def counted(log, original):
+        return lambda ids, other: log.append(len(ids)) or original(ids, other)
+
+    for owner, name, log in (
+        (apc, "media_safe_prefix_min", looked),
+        (core, "common_prefix", compared),
+    ):
+        monkeypatch.setattr(owner, name, counted(log, getattr(owner, name)))
+    ask_all(server, 3)
+    assert server.turn(capacity=9) == [] and server.waiting == ["r1", "r2", "r3"]
+    assert len(looked) == 3 and len(compared) == 3 * 6
 
 
 def test_followers_take_no_place(server):

@@ -20,6 +20,7 @@ class Batch:
 
     def __init__(self, log, *uids, ends_after=99, error=None):
         self.log, self.uids, self.left, self.error = log, list(uids), ends_after, error
+        self.settled = []
 
     def __len__(self):
         return len(self.uids)
@@ -34,6 +35,10 @@ class Batch:
             self.uids = []
         return responses
 
+    def cache_states(self):
+        self.settled.append(len(self.log))
+        return []
+
     def filter(self, keep):
         self.uids = [self.uids[index] for index in keep]
 
@@ -45,6 +50,7 @@ def make(*batches, plain=(), **fields):
         prefill_step_size=STEP,
         _generation_batch=list(plain),
         _gen_tokens_counter=0,
+        _cache_eval_interval=3,
         _stream=mx.default_stream(mx.default_device()),
         **fields,
     )
@@ -101,11 +107,22 @@ def test_without_a_draft_model_nothing_changes():
 
 def test_an_error_fails_the_rows_of_its_batch():
     log, error = [], RuntimeError("planted")
-    generator = make(Batch(log, 1, 2, error=error), Batch(log, 3), row_faults=[])
+    broken = Batch(log, 1, 2, error=error)
+    generator = make(broken, Batch(log, 3), row_faults=[])
     responses = core.take_turns(generator, lambda: ([], []))[1]
     assert [uid for uid, _ in responses] == [3]
     assert generator.row_faults == [(1, error), (2, error)]
+    assert not broken.uids, "it still has its rows, and so its caches"
     assert [batch.uids for batch in generator.speculative_batches] == [[3]]
+
+
+def test_caches_are_settled_as_often_as_those_of_the_plain_batch():
+    log = []
+    batch = Batch(log, 1, ends_after=9)
+    generator = make(batch)
+    for _ in range(9):
+        core.take_turns(generator, lambda: ([], []))
+    assert batch.settled == [3, 6] and generator.speculative_batches == []
 
 
 def test_where_nobody_collects_errors_it_is_raised():

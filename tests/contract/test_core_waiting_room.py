@@ -111,6 +111,22 @@ def test_an_error_is_the_callers_and_the_thread_goes_on(room):
     assert ended(room)
 
 
+def test_a_thread_that_cannot_be_had_fails_its_own_call_alone(room, monkeypatch):
+    called = []
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with room.request():
+        with monkeypatch.context() as no_more:
+            no_more.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                room.submit(called.append, "refused")
+        assert room._threads == room._idle == 0
+        room.submit(called.append, "later").result(SECONDS)
+    assert called == ["later"] and ended(room)
+
+
 class Reply:
     """What a wait brings, and cancels its row when it is let go."""
 
