@@ -120,10 +120,11 @@ class RepliesEndWithTheirRequest:
 
         async def receive_and_watch() -> Message:
             message = await receive()
-            if message["type"] == "http.request" and not message.get("more_body"):
-                if not watchers:
-                    watch = _end_with_client(receive, replies)
-                    watchers.append(asyncio.create_task(watch))
+            if message["type"] == "http.request" and not (
+                message.get("more_body") or watchers
+            ):
+                watch = _end_with_client(receive, replies)
+                watchers.append(asyncio.create_task(watch))
             return message
 
         token = _replies.set(replies)
