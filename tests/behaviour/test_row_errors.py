@@ -325,8 +325,10 @@ def test_hang_up_while_the_server_writes(make_server, kept_streams, path):
 def test_hang_up_before_a_whole_reply(make_server, path):
     """Nothing is sent before the reply is there; the client gives up waiting for it."""
     server = make_server("dense")
-    cancels = server.generator._cancelled
-    record = server.expect_held("yak " * 39, at=20, until=lambda: bool(cancels))
+    generator = server.generator
+    record = server.expect_held(
+        "yak " * 39, at=20, until=lambda: bool(generator._cancelled)
+    )
     body = {"model": server.settings.model, "messages": [user("yak")]}
     body |= {"max_tokens": 40, "temperature": 0, KEY: record.key}
     url = server.host.client.base_url
