@@ -45,7 +45,7 @@ class DraftState(Change):
 
         def remove(original: Any) -> Any:
             def wrapper(self: Any, uid: Any) -> bool:
-                with core.offered_while_read(self._prompt_batch):
+                with core.offered_while_read(self._prompt_batch, uid):
                     return original(self, uid)
 
             return wrapper

@@ -80,6 +80,15 @@ def examine_changes() -> tuple[Report, Check]:
             else []
         )
         selection = Check("selection", "ok", _selection_text(wanted))
+        given = set(os.environ)
+        for change in settings.promised_changes(changes, given):
+            if wanted.on and change not in chosen:
+                selection = Check(
+                    "selection",
+                    "problem",
+                    f"the options of {change.name} are set, and {wanted.source} leaves it out",
+                    "the server does not start",
+                )
     except settings.UsageError as problem:
         chosen = list(changes)
         selection = Check("selection", "problem", str(problem))

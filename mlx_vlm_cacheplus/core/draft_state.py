@@ -237,8 +237,16 @@ def _hit_of(prompt_batch: Any, index: int) -> Hit | None:
 
 
 @contextlib.contextmanager
-def offered_while_read(prompt_batch: Any) -> Iterator[None]:
-    """Commit the drafter's rows with what a prompt batch commits."""
+def offered_while_read(prompt_batch: Any, uid: int | None = None) -> Iterator[None]:
+    """Commit the drafter's rows with what a prompt batch commits.
+
+    Args:
+        prompt_batch: about to commit, or None.
+        uid: the only row that may; the batch offers nothing if it is not its own.
+    """
+    if uid is not None and uid not in getattr(prompt_batch, "uids", ()):
+        yield
+        return
     primer = getattr(prompt_batch, "_speculative_prefill", None)
     coordinator = getattr(prompt_batch, "_apc_coordinator", None)
     view = getattr(coordinator, "companion", None)

@@ -1,12 +1,15 @@
 """A client that hangs up cancels its own row: always, and no other.
 
-Two things can go wrong between a client and its row.
+Three things can go wrong between a client and its row.
 
 - The cancel does not come.  A stream that is cancelled while it writes, and not while
   it waits for a token, is left where it stands: its ``finally``, which would close the
   reply, runs when a garbage collection finds the stream.  Until then the row decodes
   for nobody.  It is the rule where a client stops reading before it goes.  Here each
   HTTP request knows its replies, and cancels the unfinished ones when it ends.
+- Nobody looks.  A reply that is sent as a whole has nothing to send until it is there,
+  so that a client that gave up is found out when its row has ended.  Here the request
+  is told of it while its handler works.
 - The cancel comes late.  Uids start again with each batch generator, so that the
   cancel of an ended reply names a stranger's row.  Here a cancel says by its reply's
   queue whose it is, and the thread that owns the rows compares.
@@ -14,13 +17,14 @@ Two things can go wrong between a client and its row.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class RowUid(int):
@@ -112,9 +116,29 @@ class RepliesEndWithTheirRequest:
             await self.app(scope, receive, send)
             return
         replies = Replies()
+        watchers: list[asyncio.Task[None]] = []
+
+        async def receive_and_watch() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not (
+                message.get("more_body") or watchers
+            ):
+                watch = _end_with_client(receive, replies)
+                watchers.append(asyncio.create_task(watch))
+            return message
+
         token = _replies.set(replies)
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive_and_watch, send)
         finally:
             _replies.reset(token)
+            for watcher in watchers:
+                watcher.cancel()
             replies.end()
+
+
+async def _end_with_client(receive: Receive, replies: Replies) -> None:
+    """Wait until a client has gone, whose request has been read, and end its replies."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    replies.end()

@@ -165,6 +165,9 @@ def settle_sampling(batch: Any) -> None:
     rows = list(batch.row_sampling.values())
     batch.sampler, batch.greedy_sampling = _one_sampler(rows), _all_greedy(rows)
     batch.compute_logprobs, batch.top_logprobs_k = _logprobs(rows)
+    if not batch.compute_logprobs:
+        # What the pending tokens have is for nobody, and rows that join have none.
+        batch._next_lps = batch._next_top_idx = batch._next_top_lp = None
 
 
 def hide_unasked(rows: dict[int, Sampling], responses: Iterable[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import importlib
 import json
 import threading
@@ -317,4 +318,23 @@ def test_hang_up_while_the_server_writes(make_server, kept_streams, path):
     body = {"model": server.settings.model, "messages": [user("yak")]}
     body |= {"max_tokens": 40, "temperature": 0, "stream": True, KEY: record.key}
     asyncio.run(hang_up_in_a_write(server, path, body, record, gone))
+    assert 20 <= len(record.ids) < 30 and record.finish_reason is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_hang_up_before_a_whole_reply(make_server, path):
+    """Nothing is sent before the reply is there; the client gives up waiting for it."""
+    server = make_server("dense")
+    generator = server.generator
+    record = server.expect_held(
+        "yak " * 39, at=20, until=lambda: bool(generator._cancelled)
+    )
+    body = {"model": server.settings.model, "messages": [user("yak")]}
+    body |= {"max_tokens": 40, "temperature": 0, KEY: record.key}
+    url = server.host.client.base_url
+    client = http.client.HTTPConnection(url.host, url.port)
+    client.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    assert record.held.wait(20)
+    client.close()
+    server.wait_idle()
     assert 20 <= len(record.ids) < 30 and record.finish_reason is None

@@ -241,6 +241,21 @@ class TestLogProbabilities:
         sorts = [step.operations["argsort"] for step in steps]
         assert any(sorts[:8]) and len(sorts) > 20 and not any(sorts[12:])
 
+    @pytest.mark.parametrize("after", range(11, 14))
+    def test_one_joins_as_the_last_who_asked_leaves(self, make_server, solo, after):
+        """What was kept for the pending tokens is for fewer rows than there are then."""
+        asks = [
+            asking("greedy", MARKET, 24),
+            asking("log-probabilities", max_tokens=10),
+            asking("greedy", THIRD, 10),
+        ]
+        wants = solo.all("dense", asks)
+        server = make_server("dense", **SETTINGS)
+        replies = server.staggered(
+            [(start, dict(ask)) for start, ask in zip((0, 2, after), asks, strict=True)]
+        )
+        assert_all_same(replies, wants)
+
 
 def decode_steps(make_server, requests):
     """Steps of these requests together, in which nothing joined or ended."""

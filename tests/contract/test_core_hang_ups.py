@@ -99,6 +99,60 @@ def test_a_reply_that_comes_after_its_request_is_closed_at_once():
     assert [reply.closed for reply in replies] == [1]
 
 
+def test_a_client_that_goes_before_its_whole_reply_is_there():
+    """The handler does not look, and would send nothing for a long time."""
+    gone, closed = asyncio.Event(), []
+    body = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.request", "body": b"}", "more_body": False},
+    ]
+
+    async def receive():
+        if body:
+            return body.pop(0)
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    class Ends(Reply):
+        def close(self):
+            super().close()
+            row_ended.set()
+
+    async def app(scope, receive, send):
+        while (await receive())["more_body"]:
+            pass
+        reply = Ends()
+        await asyncio.sleep(0)
+        assert reply.closed == 0
+        gone.set()
+        await row_ended.wait()
+        closed.append(reply.closed)
+
+    row_ended = asyncio.Event()
+    served = core.RepliesEndWithTheirRequest(app)
+    asyncio.run(served({"type": "http"}, receive, None))
+    assert closed == [1]
+
+
+def test_nobody_watches_a_request_that_has_been_answered():
+    async def receive():
+        if asked:
+            await asyncio.Event().wait()
+        asked.append("body")
+        return {"type": "http.request", "body": b""}
+
+    async def app(scope, receive, send):
+        await receive()
+
+    async def main():
+        await core.RepliesEndWithTheirRequest(app)({"type": "http"}, receive, None)
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    asked = []
+    assert asyncio.run(main()) == set()
+
+
 def test_requests_at_once_end_their_own_replies():
     replies = {}
 

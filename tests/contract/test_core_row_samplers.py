@@ -220,9 +220,17 @@ class TestDecodeBatches:
         core.settle_sampling(batch)
         assert (batch.sampler, batch.greedy_sampling) == (sample_best, True)
         assert (batch.compute_logprobs, batch.top_logprobs_k) == (True, 2)
+        batch._next_lps, batch._next_top_idx, batch._next_top_lp = (
+            "kept",
+            "kept",
+            "kept",
+        )
+        core.settle_sampling(batch)
+        assert batch._next_lps == batch._next_top_idx == batch._next_top_lp == "kept"
         batch.uids = [1]
         core.settle_sampling(batch)
         assert (batch.compute_logprobs, batch.top_logprobs_k) == (False, 0)
+        assert batch._next_lps is batch._next_top_idx is batch._next_top_lp is None
         assert batch.row_sampling == {1: BEST}
         batch.uids = []
         core.settle_sampling(batch)

@@ -59,6 +59,17 @@ def test_conflicting_settings_are_problems(stock, environ, name):
     assert check(ask(stock, code=1, **environ), name)["level"] == "problem"
 
 
+@pytest.mark.parametrize(
+    "names, level", [("segment-tree", "problem"), ("tenant-isolation", "ok")]
+)
+def test_options_of_a_change_that_is_left_out(monkeypatch, names, level):
+    monkeypatch.setenv("MLX_VLM_CACHEPLUS", names)
+    monkeypatch.setenv("APC_TENANT_HEADER", "x-tenant")
+    assert doctor.examine_changes()[1].level == level
+    monkeypatch.delenv("APC_TENANT_HEADER")
+    assert doctor.examine_changes()[1].level == "ok"
+
+
 def test_who_may_name_a_tenant(stock, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("s" * 32)

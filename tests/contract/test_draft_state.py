@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_vlm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from mlx_vlm_cacheplus.core.draft_priming import PrimedRow
-from mlx_vlm_cacheplus.core.draft_state import DraftRow, DraftView, view_of
+from mlx_vlm_cacheplus.core.draft_priming import DraftPrimer, PrimedRow
+from mlx_vlm_cacheplus.core.draft_state import (
+    DraftRow,
+    DraftView,
+    offered_while_read,
+    view_of,
+)
 from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
 from tests.fakes.token_caches import LAYOUTS, fold
 
@@ -207,3 +214,22 @@ def test_an_assistant_without_state_says_so():
 
     view, reason = view_of(Assistant(), "mtp")
     assert view is None and "no state" in reason
+
+
+@pytest.mark.parametrize("uid, offers", [(None, True), (7, True), (3, False)])
+def test_a_row_of_another_batch_gets_nothing_of_the_drafters(uid, offers):
+    """It leaves while a drafted prompt is read, and is no row of that batch."""
+    coordinator = SimpleNamespace(companion="a view", companion_source=None)
+    batch = SimpleNamespace(
+        uids=[7],
+        _speculative_prefill=DraftPrimer.__new__(DraftPrimer),
+        _apc_coordinator=coordinator,
+    )
+    with offered_while_read(batch, uid):
+        assert (coordinator.companion_source is not None) is offers
+    assert coordinator.companion_source is None
+
+
+def test_where_no_prompt_is_read_nothing_is_offered():
+    with offered_while_read(None, 3):
+        pass

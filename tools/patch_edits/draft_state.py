@@ -59,7 +59,7 @@ EDITS: list[AnyEdit] = [
     Edit(
         AR,
         "        keep_removed(self, uid)\n",
-        "        with draft_state.offered_while_read(self._prompt_batch):\n"
+        "        with draft_state.offered_while_read(self._prompt_batch, uid):\n"
         "            keep_removed(self, uid)\n",
         within="BatchGenerator.remove",
     ),
