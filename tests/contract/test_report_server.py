@@ -111,12 +111,12 @@ class TestRecords:
         assert ends["error"]["told"].startswith("HTTP 500")
 
     def test_a_hit_from_disk_is_told_from_one_in_ram(self, names):
-        """The tree of segments has no disk tier; there the second request is cold and says so."""
+        """From our tier as from stock's."""
         cold, warm = probe(names)["disk"]["records"]
         counted = probe(names)["disk"]["counted"][1]
-        source, left = ("none", warm["prompt"]) if names == ALL else ("disk", 1)
-        assert (cold["source"], warm["source"]) == ("none", source)
-        assert warm["prefilled"] == counted["prefilled"] == left
+        assert (cold["source"], warm["source"]) == ("none", "disk")
+        # The state at the end of a prompt that was answered is not kept there.
+        assert 1 <= warm["prefilled"] == counted["prefilled"] <= 4
 
     def test_with_the_cache_off_the_record_says_so(self, names):
         first, second = probe(names)["off"]["records"]
