@@ -31,7 +31,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .tenant_salt import KEY_FILE, read_secret
+from .tenant_salt import KEY_FILE, read_secret, secret_in
 
 HEADERS = ("x-apc-tenant", "x-tenant-id")
 PROXY_SECRET = "x-apc-proxy-secret"
@@ -98,6 +98,14 @@ def check_header_name(name: str) -> None:
     """Raises ValueError where this cannot be a header's name."""
     if not NAME_OF_HEADER.fullmatch(name):
         raise ValueError("it is not the name of a header")
+    if name.lower() == PROXY_SECRET:
+        raise ValueError("that header brings the proxy's secret")
+
+
+def check_proxy_secret(path: str) -> None:
+    """Raises ValueError where a file holds no secret that a header can bring."""
+    if not re.fullmatch(rb"[!-~]+", secret_in(path)):
+        raise ValueError("the secret is not one line of visible ASCII characters")
 
 
 @functools.cache
@@ -119,7 +127,7 @@ def current_rules() -> Rules:
 SETTINGS = {
     HEADER_NAME: check_header_name,
     KEY_FILE: read_secret,
-    PROXY_SECRET_FILE: read_secret,
+    PROXY_SECRET_FILE: check_proxy_secret,
 }
 
 

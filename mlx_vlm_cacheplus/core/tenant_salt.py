@@ -35,6 +35,11 @@ def read_secret(path: str) -> bytes:
     Raises:
         ValueError: the file cannot be read, or holds too little to be a secret.
     """
+    return hashlib.blake2b(secret_in(path)).digest()
+
+
+def secret_in(path: str) -> bytes:
+    """The secret itself; raises ValueError as ``read_secret`` does."""
     try:
         secret = Path(path).expanduser().read_bytes().strip()
     except OSError as problem:
@@ -44,7 +49,7 @@ def read_secret(path: str) -> bytes:
             f"the file holds fewer than {SHORTEST_SECRET} bytes: "
             "`openssl rand -hex 32` makes a secret"
         )
-    return hashlib.blake2b(secret).digest()
+    return secret
 
 
 @functools.cache

@@ -278,6 +278,19 @@ def test_settings_that_cannot_be(monkeypatch, name, value):
         headers.check_settings()
 
 
+@pytest.mark.parametrize("content", [b"\xff" * 40, b"a" * 40 + b"\n" + b"b" * 40])
+def test_a_proxys_secret_fits_into_a_header(monkeypatch, tmp_path, content):
+    path = tmp_path / "secret"
+    path.write_bytes(content)
+    monkeypatch.setenv(headers.PROXY_SECRET_FILE, str(path))
+    with pytest.raises(ValueError, match="PROXY_SECRET_FILE: the secret is not one"):
+        headers.check_settings()
+    monkeypatch.delenv(headers.PROXY_SECRET_FILE)
+    monkeypatch.setenv(headers.HEADER_NAME, "X-APC-Proxy-Secret")
+    with pytest.raises(ValueError, match="brings the proxy's secret"):
+        headers.check_settings()
+
+
 def test_settings_that_can_be(monkeypatch, secret_file):
     headers.check_settings()
     monkeypatch.setenv(headers.HEADER_NAME, "X-Scope-OrgID")
