@@ -7,6 +7,7 @@ it (why, upstream link, when to delete it) is data here; prose is generated from
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -155,8 +156,13 @@ class Change:
 
     def too_late(self) -> str:
         """Why the change can no longer take effect in this process; empty when it can. The general reasons (a model
-        is being served, a target was replaced) are checked for every change; this is for special ones.
+        is being served, a target was replaced) are checked for every change; this is for special ones: an application
+        that has answered a request takes no more middleware.
         """
+        for target in self.targets:
+            app = getattr(sys.modules.get(target.module), "app", None)
+            if target.qualname == "app" and getattr(app, "middleware_stack", None):
+                return "the server has answered requests already"
         return ""
 
     def apply(self, patcher: ChangePatcher) -> None:

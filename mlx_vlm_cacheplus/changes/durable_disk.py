@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import sys
 from typing import Any
 
 from ..change import Change, Option, Target
@@ -97,12 +96,6 @@ class DurableDisk(Change):
     )
     # Another change turns stock's own disk tier off, which stays so: it is not made here.
     env_defaults = {"APC_DISK_ENABLED": "1"}
-
-    def too_late(self) -> str:
-        app = getattr(sys.modules.get(APP), "app", None)
-        if getattr(app, "middleware_stack", None) is not None:
-            return "the server has answered requests already"
-        return ""
 
     def apply(self, patcher: Any) -> None:
         from ..core import disk_coordination as core

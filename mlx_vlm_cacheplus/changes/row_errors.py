@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import sys
 from typing import Any
 
 from ..change import Change, Target
@@ -59,12 +58,6 @@ class RowErrors(Change):
         "mlx_vlm.generate.row_errors:next_isolated",
         "mlx_vlm.server.hang_ups:own_cancels",
     )
-
-    def too_late(self) -> str:
-        app = getattr(sys.modules.get(APP), "app", None)
-        if getattr(app, "middleware_stack", None) is not None:
-            return "the server has answered requests already"
-        return ""
 
     def apply(self, patcher: Any) -> None:
         from ..core import row_errors as core

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 from ..change import Change, Target
@@ -32,12 +31,6 @@ class SessionPartitions(Change):
     remove_when = "the prefix cache knows whose a prefix is"
     requires = ("segment-tree",)
     marks = ("mlx_vlm.session_table:Sessions",)
-
-    def too_late(self) -> str:
-        app = getattr(sys.modules.get(APP), "app", None)
-        if getattr(app, "middleware_stack", None) is not None:
-            return "the server has answered requests already"
-        return ""
 
     def apply(self, patcher: Any) -> None:
         from ..core import session_table as core

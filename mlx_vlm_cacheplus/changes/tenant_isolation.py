@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,12 +86,6 @@ class TenantIsolation(Change):
             check=check("APC_TENANT_HEADER"),
         ),
     )
-
-    def too_late(self) -> str:
-        app = getattr(sys.modules.get(APP), "app", None)
-        if getattr(app, "middleware_stack", None) is not None:
-            return "the server has answered requests already"
-        return ""
 
     def apply(self, patcher: Any) -> None:
         from starlette.middleware import Middleware
