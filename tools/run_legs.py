@@ -38,7 +38,7 @@ LEG_SECONDS = 3600
 # Unless all is asked for, a leg runs so many tests of each file, evenly spread: fewer
 # where it shows the same of every test (that it fails without its change, or that a
 # patched tree takes no second change).
-SAMPLES = {"S": 3, "P": 6, "M": 10, "PM": 3, "R": 3}
+SAMPLES = {"S": 2, "P": 4, "M": 7, "PM": 2, "R": 2}
 TEST_SECONDS = 120
 # Slow tests run where all tests run, once on each tree.
 SLOW = ("P", "M")

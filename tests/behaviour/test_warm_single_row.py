@@ -28,14 +28,14 @@ LAYERS = (
 class Decoding:
     """What decode steps do to the caches, since ``clear``.
 
-    types: of the layers of each batch whose prompt was read.
+    types: of the layers of each batch whose prompts were read, by their lengths.
     copied: bytes of layers that were put together from rows.
     taken: how often a row was taken out of a layer.
     growths: how often a layer got a larger buffer.
     """
 
     def __init__(self, monkeypatch):
-        self.types, self.reading = [], 0
+        self.types, self.reading = {}, 0
         self.clear()
         batch = ar.PromptProcessingBatch
         self._wrap(monkeypatch, batch, "prompt_step", self._read)
@@ -52,6 +52,10 @@ class Decoding:
 
     def clear(self):
         self.copied = self.taken = self.growths = 0
+
+    def of(self, reply):
+        """The types of layers that a reply's row had when it was alone; None if not."""
+        return self.types.get((len(reply.prompt_ids),))
 
     def _wrap(self, monkeypatch, owner, name, make):
         held = vars(owner)[name]
@@ -72,7 +76,8 @@ class Decoding:
 
     def _noted(self, original):
         def generate(batch, *args, **kwargs):
-            self.types.append([type(layer) for layer in batch.prompt_cache])
+            lengths = tuple(batch._prompt_tokens_per_row)
+            self.types[lengths] = [type(layer) for layer in batch.prompt_cache]
             return original(batch, *args, **kwargs)
 
         return generate
@@ -123,7 +128,7 @@ def test_the_caches_are_those_of_a_cold_row(make_server, decoding, model):
     asked, cold = ask(server)
     warm = server.chat(asked, max_tokens=TOKENS)
     assert cold.cached_tokens == 0 < warm.cached_tokens
-    assert decoding.types[1] == decoding.types[0]
+    assert decoding.of(warm) == decoding.of(cold) is not None
     server.assert_cold(warm)
 
 
@@ -138,7 +143,7 @@ def test_no_token_copies_the_cache(make_server, decoding):
     assert warm.cached_tokens and len(warm.ids) == TOKENS
     assert decoding.copied == 0
     # The row leaves its layers once, when the reply has ended.
-    layers = len(decoding.types[0])
+    layers = len(decoding.of(cold))
     assert max(spent[1], decoding.taken) <= layers
     assert decoding.growths <= spent[2] + layers
 
@@ -181,7 +186,7 @@ def test_with_a_draft_model_it_is_as_cold_rows_are(make_server, decoding, tmp_pa
     asked, cold = ask(server)
     warm = server.chat(asked, max_tokens=TOKENS)
     assert cold.cached_tokens == 0 < warm.cached_tokens
-    assert decoding.types[1] == decoding.types[0]
+    assert decoding.of(warm) == decoding.of(cold) is not None
     server.assert_cold(warm)
 
 
@@ -191,4 +196,4 @@ def test_with_a_quantized_cache_it_is_as_cold_rows_are(make_server, decoding):
     asked, cold = ask(server)
     warm = server.chat(asked, max_tokens=TOKENS)
     assert cold.cached_tokens == 0 < warm.cached_tokens
-    assert decoding.types[1] == decoding.types[0]
+    assert decoding.of(warm) == decoding.of(cold) is not None
