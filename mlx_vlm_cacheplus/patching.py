@@ -13,6 +13,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -175,6 +176,35 @@ class ChangePatcher:
             return _rebuild(self._existing(original, module, qualname), factory)
 
         self._patcher.install(self._owner, self._declared(module, qualname), build)
+
+    def surround(
+        self,
+        module: str,
+        qualname: str,
+        context: Callable[[Any], AbstractContextManager[Any]],
+    ) -> None:
+        """Let each call of a method run within context(self)."""
+
+        def factory(original: Callable) -> Callable:
+            def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+                with context(self):
+                    return original(self, *args, **kwargs)
+
+            return wrapper
+
+        self.replace_method(module, qualname, factory)
+
+    def precede(self, module: str, qualname: str, note: Callable[..., Any]) -> None:
+        """Before each call of a method call note with the same arguments, self included."""
+
+        def factory(original: Callable) -> Callable:
+            def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+                note(self, *args, **kwargs)
+                return original(self, *args, **kwargs)
+
+            return wrapper
+
+        self.replace_method(module, qualname, factory)
 
     def set(self, module: str, qualname: str, value: Any) -> None:
         """Replace or add an attribute; a revert restores or deletes it."""

@@ -57,13 +57,6 @@ class DraftState(Change):
 
             return wrapper
 
-        def step(original: Any) -> Any:
-            def wrapper(self: Any) -> int:
-                with core.offered_while_read(self):
-                    return original(self)
-
-            return wrapper
-
         def generate(original: Any) -> Any:
             def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
                 with core.offered_while_read(self):
@@ -76,7 +69,9 @@ class DraftState(Change):
         patcher.replace_method(AR, "BatchGenerator.__init__", configure)
         patcher.replace_method(AR, "BatchGenerator.remove", remove)
         patcher.replace_method(AR, "PromptProcessingBatch.__init__", restore)
-        patcher.replace_method(AR, "PromptProcessingBatch.prompt_step", step)
+        patcher.surround(
+            AR, "PromptProcessingBatch.prompt_step", core.offered_while_read
+        )
         patcher.replace_method(AR, "PromptProcessingBatch.generate", generate)
         _apply_to_verification(patcher, note_features)
 

@@ -56,13 +56,6 @@ class DraftedReplies(Change):
 
             return wrapper
 
-        def advance(original: Any) -> Any:
-            def wrapper(self: Any) -> Any:
-                with core.recorded_round(self):
-                    return original(self)
-
-            return wrapper
-
         def refresh(original: Any) -> Any:
             def wrapper(self: Any) -> None:
                 core.commit_drafted_rows(self)
@@ -79,7 +72,7 @@ class DraftedReplies(Change):
             return wrapper
 
         patcher.replace_method(AR, "PromptProcessingBatch.generate", generate)
-        patcher.replace_method(AR, "SpeculativeGenerationBatch.next", advance)
+        patcher.surround(AR, "SpeculativeGenerationBatch.next", core.recorded_round)
         patcher.replace_method(AR, "SpeculativeGenerationBatch._refresh_uids", refresh)
         patcher.replace_method(AR, "run_speculative_server_rounds", rounds)
         _apply_to_walks(patcher, core.cut_at_row_ends)

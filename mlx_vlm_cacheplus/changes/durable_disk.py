@@ -142,24 +142,10 @@ def _apply_to_generator(patcher: Any, core: Any) -> None:
 
         return wrapper
 
-    def advance(original: Any) -> Any:
-        def wrapper(self: Any, **kwargs: Any) -> Any:
-            with core.rows_being_read_wait(self):
-                return original(self, **kwargs)
-
-        return wrapper
-
-    def reading(original: Any) -> Any:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with core.reading_prompt(self):
-                return original(self, *args, **kwargs)
-
-        return wrapper
-
     patcher.replace_method(AR, "BatchGenerator.insert", insert)
-    patcher.replace_method(AR, "BatchGenerator.next", advance)
-    patcher.replace_method(AR, "PromptProcessingBatch.prompt_step", reading)
-    patcher.replace_method(AR, "PromptProcessingBatch.generate", reading)
+    patcher.surround(AR, "BatchGenerator.next", core.rows_being_read_wait)
+    patcher.surround(AR, "PromptProcessingBatch.prompt_step", core.reading_prompt)
+    patcher.surround(AR, "PromptProcessingBatch.generate", core.reading_prompt)
 
 
 def _apply_to_server(patcher: Any, core: Any) -> None:

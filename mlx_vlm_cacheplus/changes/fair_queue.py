@@ -24,14 +24,7 @@ class FairQueue(Change):
     def apply(self, patcher: Any) -> None:
         from ..core import fair_queue as core
 
-        def advance(original: Any) -> Any:
-            def wrapper(self: Any, **kwargs: Any) -> Any:
-                with core.in_fair_order(self):
-                    return original(self, **kwargs)
-
-            return wrapper
-
-        patcher.replace_method(AR, "BatchGenerator.next", advance)
+        patcher.surround(AR, "BatchGenerator.next", core.in_fair_order)
 
 
 CHANGE = FairQueue()

@@ -65,18 +65,11 @@ class OutputTokens(Change):
 
             return wrapper
 
-        def advance(original: Any) -> Any:
-            def wrapper(self: Any, **kwargs: Any) -> Any:
-                with core.rows_survive_errors(self):
-                    return original(self, **kwargs)
-
-            return wrapper
-
         patcher.replace_method(AR, "PromptProcessingBatch.generate", generate)
         patcher.replace_method(AR, "GenerationBatch._step", step)
         patcher.replace_method(AR, "GenerationBatch.filter", filter_rows)
         patcher.replace_method(AR, "GenerationBatch.extend", extend)
-        patcher.replace_method(AR, "BatchGenerator.next", advance)
+        patcher.surround(AR, "BatchGenerator.next", core.rows_survive_errors)
         _apply_to_storage(patcher)
 
 

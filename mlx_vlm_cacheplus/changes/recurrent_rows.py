@@ -28,14 +28,7 @@ class RecurrentRows(Change):
     def apply(self, patcher: Any) -> None:
         from ..core import recurrent_rows as core
 
-        def advance(original: Any) -> Any:
-            def wrapper(self: Any, **kwargs: Any) -> Any:
-                with core.rows_that_fit_together(self):
-                    return original(self, **kwargs)
-
-            return wrapper
-
-        patcher.replace_method(AR, "BatchGenerator._next", advance)
+        patcher.surround(AR, "BatchGenerator._next", core.rows_that_fit_together)
 
 
 CHANGE = RecurrentRows()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ..change import Change, Target
@@ -94,22 +93,17 @@ class RowSamplers(Change):
 def _apply_to_server(patcher: Any, core: Any) -> None:
     from ..core.request_sampling import make_sampling
 
-    def generate(original: Any) -> Any:
+    def before_generate(
+        server: Any,
+        prompt: Any,
+        images: Any = None,
+        audio: Any = None,
+        args: Any = None,
+        videos: Any = None,
+    ) -> None:
         # On the request's thread, so that bad settings are its own error.
-        @functools.wraps(original)
-        def wrapper(
-            self: Any,
-            prompt: Any,
-            images: Any = None,
-            audio: Any = None,
-            args: Any = None,
-            videos: Any = None,
-        ) -> Any:
-            if args is not None:
-                args.sampling = make_sampling(self, args)
-            return original(self, prompt, images, audio, args, videos)
-
-        return wrapper
+        if args is not None:
+            args.sampling = make_sampling(server, args)
 
     def started(original: Any) -> Any:
         # What this returns, stock keeps with the row.
@@ -122,18 +116,12 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
         return wrapper
 
-    def step(original: Any) -> Any:
-        def wrapper(
-            self: Any, batch_gen: Any, active: Any, gen_kwargs: Any = None
-        ) -> None:
-            core.note_sampling(batch_gen, active)
-            original(self, batch_gen, active, gen_kwargs)
+    def before_step(server: Any, batch_gen: Any, active: Any, *_: Any) -> None:
+        core.note_sampling(batch_gen, active)
 
-        return wrapper
-
-    patcher.replace_method(SERVER, "ResponseGenerator.generate", generate)
+    patcher.precede(SERVER, "ResponseGenerator.generate", before_generate)
     patcher.replace_method(SERVER, "ResponseGenerator._log_prefill_started", started)
-    patcher.replace_method(SERVER, "ResponseGenerator._step", step)
+    patcher.precede(SERVER, "ResponseGenerator._step", before_step)
 
 
 CHANGE = RowSamplers()

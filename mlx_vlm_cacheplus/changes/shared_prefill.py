@@ -28,22 +28,16 @@ class SharedPrefill(Change):
     upstream = "related: https://github.com/Blaizzy/mlx-vlm/issues/2206"
     remove_when = "a prefix that is being read is read for whoever waits for it"
     requires = ("segment-tree",)
-    marks = ("mlx_vlm.shared_prefill:best_leader",)
+    marks = ("mlx_vlm.shared_prefixes:best_leader",)
 
     def apply(self, patcher: Any) -> None:
         from ..core import shared_prefill as core
-
-        def advance(original: Any) -> Any:
-            def wrapper(self: Any, **kwargs: Any) -> Any:
-                with core.rows_that_share_nothing(self):
-                    return original(self, **kwargs)
-
-            return wrapper
+        from ..core.shared_prefixes import add_shared_stops
 
         def lengths(original: Any) -> Any:
             def wrapper(self: Any, token_ids: Any, media_token_ids: Any) -> Any:
                 stops = original(self, token_ids, media_token_ids)
-                return core.add_shared_stops(self, token_ids, stops)
+                return add_shared_stops(self, token_ids, stops)
 
             return wrapper
 
@@ -55,23 +49,20 @@ class SharedPrefill(Change):
 
             return wrapper
 
-        def step(original: Any) -> Any:
-            def wrapper(
-                self: Any, batch_gen: Any, active: Any, gen_kwargs: Any = None
-            ) -> None:
-                core.note_rows_at_work(self, batch_gen, active)
-                original(self, batch_gen, active, gen_kwargs)
-
-            return wrapper
-
-        patcher.replace_method(AR, "BatchGenerator.next", advance)
+        patcher.surround(AR, "BatchGenerator.next", core.rows_that_share_nothing)
         patcher.replace_method(
             COORDINATOR, "APCCoordinator.checkpoint_lengths", lengths
         )
         patcher.replace_method(
             SERVER, "ResponseGenerator._collect_pending_requests", collect
         )
-        patcher.replace_method(SERVER, "ResponseGenerator._step", step)
+        patcher.precede(
+            SERVER,
+            "ResponseGenerator._step",
+            lambda server, batch_gen, active, *_: core.note_rows_at_work(
+                server, batch_gen, active
+            ),
+        )
 
 
 CHANGE = SharedPrefill()

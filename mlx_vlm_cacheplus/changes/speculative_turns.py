@@ -88,16 +88,10 @@ def _apply_to_batches(patcher: Any, core: Any) -> None:
 
 
 def _apply_to_server(patcher: Any, core: Any) -> None:
-    def step(original: Any) -> Any:
-        def wrapper(
-            self: Any, batch_gen: Any, active: Any, gen_kwargs: Any = None
-        ) -> None:
-            batch_gen.requests_in_flight = active
-            original(self, batch_gen, active, gen_kwargs)
+    def before_step(server: Any, batch_gen: Any, active: Any, *_: Any) -> None:
+        batch_gen.requests_in_flight = active
 
-        return wrapper
-
-    patcher.replace_method(SERVER, "ResponseGenerator._step", step)
+    patcher.precede(SERVER, "ResponseGenerator._step", before_step)
     patcher.replace_method(
         SERVER, "speculative_stats_since", lambda original: core.drafts_since
     )

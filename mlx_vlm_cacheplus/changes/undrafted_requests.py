@@ -50,13 +50,6 @@ class UndraftedRequests(Change):
     def apply(self, patcher: Any) -> None:
         from ..core import undrafted_requests as core
 
-        def advance(original: Any) -> Any:
-            def wrapper(self: Any, **kwargs: Any) -> Any:
-                with core.rows_of_one_kind(self):
-                    return original(self, **kwargs)
-
-            return wrapper
-
         def build(original: Any) -> Any:
             # Stock asks for a batch of warm rows before it builds a cold one.
             def wrapper(self: Any, sequences: Any) -> Any:
@@ -74,7 +67,7 @@ class UndraftedRequests(Change):
 
             return wrapper
 
-        patcher.replace_method(AR, "BatchGenerator.next", advance)
+        patcher.surround(AR, "BatchGenerator.next", core.rows_of_one_kind)
         patcher.replace_method(AR, "BatchGenerator._build_mixed_prompt_batch", build)
         patcher.replace_method(AR, "GenerationBatch.extend", extend)
         _apply_to_server(patcher, core)
@@ -105,18 +98,12 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
 
         return wrapper
 
-    def step(original: Any) -> Any:
-        def wrapper(
-            self: Any, batch_gen: Any, active: Any, gen_kwargs: Any = None
-        ) -> None:
-            core.note_rows(self, batch_gen, active)
-            original(self, batch_gen, active, gen_kwargs)
-
-        return wrapper
+    def before_step(server: Any, batch_gen: Any, active: Any, *_: Any) -> None:
+        core.note_rows(server, batch_gen, active)
 
     patcher.replace_method(SERVER, "ResponseGenerator.generate", generate)
     patcher.replace_method(SERVER, "ResponseGenerator._log_prefill_started", started)
-    patcher.replace_method(SERVER, "ResponseGenerator._step", step)
+    patcher.precede(SERVER, "ResponseGenerator._step", before_step)
 
 
 CHANGE = UndraftedRequests()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 
@@ -122,6 +123,35 @@ def test_replaced_method_is_a_plain_function_with_the_stocks_name(patcher):
         Subject.method.__name__ == "method"
         and Subject.method.__qualname__ == "Subject.method"
     )
+
+
+def test_a_method_runs_within_a_context(patcher):
+    seen = []
+
+    @contextlib.contextmanager
+    def context(subject):
+        seen.append(("in", subject))
+        try:
+            yield
+        finally:
+            seen.append(("out", subject))
+
+    original, subject = raw("Subject.method"), Subject()
+    expected = subject.method(3)
+    bound(patcher).surround(NAME, "Subject.method", context)
+    assert subject.method(3) == expected
+    with pytest.raises(TypeError):
+        subject.method(3, 4, 5, 6, 7)
+    assert seen == [("in", subject), ("out", subject)] * 2
+    patcher.revert()
+    assert raw("Subject.method") is original
+
+
+def test_a_method_is_preceded_by_what_sees_its_arguments(patcher):
+    seen, subject = [], Subject()
+    expected = subject.method(3)
+    bound(patcher).precede(NAME, "Subject.method", lambda *args: seen.append(args))
+    assert subject.method(3) == expected and seen == [(subject, 3)]
 
 
 def test_property(patcher):
