@@ -7,8 +7,13 @@ roles and nothing else of such a model: a *companion* is what it keeps of one se
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+from .segment_tree import Node, SegmentTree
+
+logger = logging.getLogger(__name__)
 
 
 class Companion(Protocol):
@@ -52,3 +57,16 @@ class CompanionSource(Protocol):
 
     def span_nbytes(self, tokens: int) -> int:
         """Bytes of so many tokens."""
+
+
+def accompany(tree: SegmentTree, node: Node, companion: CompanionSource) -> None:
+    """Give a segment the companion's part, if it lacks it; a fault costs only that."""
+    if not companion.wants(node.payload, node.start):
+        return
+    try:
+        part = companion.capture(node.start, node.end)
+    except Exception as error:
+        logger.warning("No companion kept: %s", error, exc_info=True)
+        return
+    if part is not None:
+        tree.update(node, lambda segment: segment.set_companion(part))

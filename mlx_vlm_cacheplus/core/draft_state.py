@@ -34,7 +34,7 @@ import mlx.core as mx
 
 from . import segments
 from .draft_priming import DraftPrimer, PrimedRow, takes_ragged_rows
-from .segment_cache import Hit
+from .resumable import Hit
 from .segment_tree import Node
 
 logger = logging.getLogger(__name__)

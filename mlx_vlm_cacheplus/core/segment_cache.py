@@ -6,9 +6,6 @@ and rows whose layers are stored differently have nothing to share.  It finds th
 longest restorable prefix of a prompt, restores it, takes in what a prefill or a reply
 has added, and stays within its budget of bytes.
 
-A length is restorable if the path to it holds every sliceable layer and, where the
-model has other layers, the segment that ends there holds their end states.
-
 All array work runs on the caller's thread, the generation thread.  The lock covers
 the trees, which other threads read for statistics.  It is never waited for by
 ``nbytes``, which the storage manager reads under a lock of its own.
@@ -16,57 +13,21 @@ the trees, which other threads read for statistics.  It is never waited for by
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from . import eviction, segments
-from .companions import CompanionSource, CompanionView
-from .segment_tree import Lease, Match, Node, SegmentTree
+from .companions import CompanionSource, CompanionView, accompany
+from .resumable import Hit, resumable
+from .segment_tier import Tier
+from .segment_tree import Lease, Match, Node, SegmentTree, should_join
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Hit:
-    """A prefix that can be restored.
-
-    Attributes:
-        node: the last segment that holds it, which may reach further.
-        length: its length in tokens.
-        layout: how each leaf of the cache is stored.
-        states: the end states there, which the tree may drop meanwhile.
-        lease: keeps the path until the request has taken in what it added.
-    """
-
-    node: Node
-    length: int
-    layout: tuple
-    states: list[Any] | None
-    lease: Lease
-
-    def release(self) -> None:
-        """Give the path up; further calls do nothing."""
-        self.lease.release()
-
-
-class Tier(Protocol):
-    """A slower tier, which keeps what was in this one; it is told, and adopts later."""
-
-    def grown(self, salt: int, ids: Sequence[int], has_states: bool) -> None:
-        """The cache holds this path now."""
-
-    def shrunk(self) -> None:
-        """The cache holds less than it did."""
-
-    def forget(
-        self, session: str, paths: Sequence[tuple[int, tuple[int, ...], int]]
-    ) -> None:
-        """These paths (salt, ids, tokens that others share) were a session's alone."""
 
 
 class SegmentCache:
@@ -157,7 +118,7 @@ class SegmentCache:
         found = [
             (length, node, layout)
             for layout, tree in self._under(salt)
-            for length, node in _resumable(tree.match(ids), layout, companion)
+            for length, node in resumable(tree.match(ids), layout, companion)
             if usable(length)
         ]
         return max(found, key=lambda f: f[0], default=None)
@@ -191,12 +152,9 @@ class SegmentCache:
         layout = segments.layout_of(prompt_cache)
         with_state = with_state and segments.STATE in layout
         with self.lock:
-            tree = self._trees.get((salt, layout))
-            if tree is None:
-                tree = SegmentTree(needs_states=segments.STATE in layout)
+            tree = self._tree(salt, layout)
             found = tree.match(ids)
-            lease = Lease(found.nodes[-1]) if found.nodes else None
-            try:
+            with _kept(found):
                 state = segments.state_nbytes(prompt_cache) if with_state else 0
                 size = functools.partial(_span_nbytes, prompt_cache, companion)
                 whole = size(len(ids)) + state
@@ -210,19 +168,15 @@ class SegmentCache:
                 if companion is not None:
                     self._fill_in(tree, found.whole_nodes(), companion)
                 node = self._grow(tree, ids, found, prompt_cache, row, with_state)
+                self._stored(salt, layout, tree, node)
                 if companion is not None:
-                    _accompany(tree, node, companion)
-                self._trees[salt, layout] = tree
+                    accompany(tree, node, companion)
                 if with_state and node.payload.states is None:
                     self._keep_state(tree, node, prompt_cache, row)
-                self._touch(node.path())
                 self.policy.stands(salt, node.path())
                 self._tidy(tree, node)
                 if self.tier is not None:
                     self.tier.grown(salt, ids, tree.needs_states)
-            finally:
-                if lease is not None:
-                    lease.release()
             return True
 
     def adopt(
@@ -247,32 +201,32 @@ class SegmentCache:
             The node that ends with ``ids``; None where it cannot be taken in.
         """
         with self.lock:
-            tree = self._trees.get((salt, layout))
-            if tree is None:
-                tree = SegmentTree(needs_states=segments.STATE in layout)
+            tree = self._tree(salt, layout)
             found = tree.match(ids)
             if found.length < start:
                 return None
-            lease = Lease(found.nodes[-1]) if found.nodes else None
-            try:
+            with _kept(found):
                 if not self._make_room(nbytes):
                     self.refusals += 1
                     return None
                 if found.length < len(ids):
                     node = tree.insert(ids, make(found.length, tree.needs_states))
                 else:
-                    held = tree.node_at(ids) if tree.needs_states else found.nodes[-1]
-                    assert held is not None
-                    node = held
+                    node = _end_of(tree, ids, found, tree.needs_states)
                     if tree.needs_states and node.payload.states is None:
                         states = make(len(ids), True).states
                         tree.update(node, lambda segment: segment.set_states(states))
-            finally:
-                if lease is not None:
-                    lease.release()
-            self._trees[salt, layout] = tree
-            self._touch(node.path())
+            self._stored(salt, layout, tree, node)
             return node
+
+    def _tree(self, salt: int, layout: tuple) -> SegmentTree:
+        """The tree of a salt and layout; a new one is kept when something stands there."""
+        known = self._trees.get((salt, layout))
+        return known or SegmentTree(needs_states=segments.STATE in layout)
+
+    def _stored(self, salt: int, layout: tuple, tree: SegmentTree, node: Node) -> None:
+        self._trees[salt, layout] = tree
+        self._touch(node.path())
 
     def _grow(
         self,
@@ -289,9 +243,7 @@ class SegmentCache:
             spans = segments.capture_span(prompt_cache, row, found.length, len(ids))
             self.stored_tokens += new
             return tree.insert(ids, segments.Segment(new, spans))
-        node = tree.node_at(ids) if with_state else found.nodes[-1]
-        assert node is not None
-        return node
+        return _end_of(tree, ids, found, with_state)
 
     def _fill_in(
         self, tree: SegmentTree, known: Sequence[Node], companion: CompanionSource
@@ -301,7 +253,7 @@ class SegmentCache:
             if companion.wants(node.payload, node.start) and self._make_room(
                 companion.span_nbytes(len(node.ids))
             ):
-                _accompany(tree, node, companion)
+                accompany(tree, node, companion)
 
     def _keep_state(
         self, tree: SegmentTree, node: Node, prompt_cache: Sequence[Any], row: int
@@ -322,7 +274,7 @@ class SegmentCache:
         for surplus in eviction.surplus_states(path):
             tree.update(surplus, lambda segment: segment.set_states(None))
         for lower in path:
-            while (upper := lower.parent) is not None and _should_join(upper, lower):
+            while (upper := lower.parent) is not None and should_join(upper, lower):
                 tree.join(lower)
 
     # -- budget ----------------------------------------------------------------
@@ -417,29 +369,24 @@ class SegmentCache:
             node.born = node.born or now
 
 
-def _restorable(found: Match, layout: tuple) -> Iterator[tuple[int, Node]]:
-    """Restorable lengths of a match with the nodes that hold them."""
-    if segments.STATE not in layout:
-        if found.nodes:
-            yield found.length, found.nodes[-1]
-        return
-    for node in found.whole_nodes():
-        if node.payload.states is not None:
-            yield node.end, node
+@contextlib.contextmanager
+def _kept(found: Match) -> Iterator[None]:
+    """What a match has found stays while room is made."""
+    lease = Lease(found.nodes[-1]) if found.nodes else None
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.release()
 
 
-def _resumable(
-    found: Match, layout: tuple, companion: CompanionView | None
-) -> Iterator[tuple[int, Node]]:
-    """Restorable lengths of a match that its companion can be resumed at as well."""
-    for length, node in _restorable(found, layout):
-        if companion is None:
-            yield length, node
-            continue
-        exact = segments.STATE in layout
-        both = companion.resumable(node.path(), length, exact)
-        if both > 0:
-            yield both, node
+def _end_of(
+    tree: SegmentTree, ids: Sequence[int], found: Match, with_state: bool
+) -> Node:
+    """The node in which a path that is there ends; its own end if a state is kept."""
+    node = tree.node_at(ids) if with_state else found.nodes[-1]
+    assert node is not None
+    return node
 
 
 def _span_nbytes(
@@ -447,27 +394,3 @@ def _span_nbytes(
 ) -> int:
     nbytes = segments.span_nbytes(prompt_cache, tokens)
     return nbytes if companion is None else nbytes + companion.span_nbytes(tokens)
-
-
-def _accompany(tree: SegmentTree, node: Node, companion: CompanionSource) -> None:
-    """Give a segment the companion's part, if it lacks it; a fault costs only that."""
-    if not companion.wants(node.payload, node.start):
-        return
-    try:
-        part = companion.capture(node.start, node.end)
-    except Exception as error:
-        logger.warning("No companion kept: %s", error, exc_info=True)
-        return
-    if part is not None:
-        tree.update(node, lambda segment: segment.set_companion(part))
-
-
-def _should_join(upper: Node, lower: Node) -> bool:
-    return (
-        upper.parent is not None
-        and len(upper.children) == 1
-        and upper.payload.states is None
-        and upper.payload.may_join(lower.payload)
-        and not upper.leases
-        and (len(upper.ids) < 2 * len(lower.ids) or not upper.nbytes)
-    )

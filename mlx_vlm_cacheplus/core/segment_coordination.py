@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .boundaries import message_starts, rejoin_points, stops
-from .segment_cache import Hit, SegmentCache
+from .resumable import Hit
+from .segment_cache import SegmentCache
 from .warm_single_row import stays_plain
 
 logger = logging.getLogger(__name__)

@@ -289,3 +289,15 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
         else:
             high = middle
     return low
+
+
+def should_join(upper: Node, lower: Node) -> bool:
+    """Whether a node and its parent are better one: for nobody else stops between."""
+    return (
+        upper.parent is not None
+        and len(upper.children) == 1
+        and upper.payload.states is None
+        and upper.payload.may_join(lower.payload)
+        and not upper.leases
+        and (len(upper.ids) < 2 * len(lower.ids) or not upper.nbytes)
+    )

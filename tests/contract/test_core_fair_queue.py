@@ -130,7 +130,7 @@ def test_a_prompt_that_comes_back_to_the_queue_has_overtaken_nobody():
     generator = Generator(1)
     generator.insert(row(0, 100), row(1, 20))
     with core.in_fair_order(generator):
-        pass
+        assert [uid for uid, _ in generator._unprocessed_sequences] == [1, 0]
     assert generator.overtaken == {}
 
 

@@ -13,7 +13,7 @@ from mlx_vlm_cacheplus.core import row_errors as core
 
 
 class Planted(Exception):
-    pass
+    """What a test makes a layer raise."""
 
 
 class Decoding(SimpleNamespace):

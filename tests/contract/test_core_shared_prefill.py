@@ -10,8 +10,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_vlm_cacheplus.core import shared_prefill as core
+from mlx_vlm_cacheplus.core import shared_prefixes as shared
 
-WORTH = core.WORTH_WAITING
+WORTH = shared.WORTH_WAITING
 SHARED = list(range(1, WORTH + 45))
 IMAGE = 9999
 
@@ -29,7 +30,7 @@ class Segments:
 
     def peek(self, ids, salt):
         lengths = [
-            core.common_prefix(ids[:-1], known) for known in self.known.get(salt, [])
+            shared.common_prefix(ids[:-1], known) for known in self.known.get(salt, [])
         ]
         return max(lengths, default=0)
 
@@ -295,7 +296,7 @@ def test_a_prompt_is_looked_through_once_however_many_rows_it_meets(
 
     for owner, name, log in (
         (apc, "media_safe_prefix_min", looked),
-        (core, "common_prefix", compared),
+        (shared, "common_prefix", compared),
     ):
         monkeypatch.setattr(owner, name, counted(log, getattr(owner, name)))
     ask_all(server, 3)
@@ -395,7 +396,7 @@ class TestStops:
 
     def plan(self, server, ids, stops):
         coordinator = SimpleNamespace(manager=server.apc_manager)
-        return core.add_shared_stops(coordinator, ids, stops)
+        return shared.add_shared_stops(coordinator, ids, stops)
 
     def test_of_one_that_has_not_begun(self, server):
         ask_all(server)
@@ -431,10 +432,10 @@ class TestStops:
         assert server.turn() == []
 
     def test_plans_are_bounded(self, server):
-        for number in range(2 * core.PLANS):
-            row = core.Row(core.Prompt(lambda n=number: prompt(n), 0))
-            core._plan_stop(server.apc_manager, row, len(SHARED))
-        assert len(server.apc_manager.shared_stops) <= core.PLANS
+        for number in range(2 * shared.PLANS):
+            row = shared.Row(shared.Prompt(lambda n=number: prompt(n), 0))
+            shared._plan_stop(server.apc_manager, row, len(SHARED))
+        assert len(server.apc_manager.shared_stops) <= shared.PLANS
 
 
 class TestOneBatch:

@@ -231,5 +231,7 @@ def test_a_row_of_another_batch_gets_nothing_of_the_drafters(uid, offers):
 
 
 def test_where_no_prompt_is_read_nothing_is_offered():
+    removed = []
     with offered_while_read(None, 3):
-        pass
+        removed.append(3)
+    assert removed == [3]

@@ -128,8 +128,9 @@ def served(headers, chunks, identify=identity.identify):
     found = []
 
     async def app(scope, receive, send):
-        while (await receive()).get("more_body"):
-            pass
+        more = True
+        while more:
+            more = (await receive()).get("more_body")
         found.append(await asyncio.to_thread(identity.salted, 7, "tenant"))
 
     parts = [
@@ -222,7 +223,7 @@ def server():
         do_GET = do_POST = answer
 
         def log_message(self, *_):
-            pass
+            """Nothing on stderr."""
 
     http = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()

@@ -6,7 +6,10 @@ AR = "mlx_vlm/generate/ar.py"
 COORDINATOR = "mlx_vlm/apc_coordinator.py"
 SERVER = "mlx_vlm/server/generation.py"
 
-CORE = {"mlx_vlm_cacheplus/core/shared_prefill.py": "mlx_vlm/shared_prefill.py"}
+CORE = {
+    "mlx_vlm_cacheplus/core/shared_prefixes.py": "mlx_vlm/shared_prefixes.py",
+    "mlx_vlm_cacheplus/core/shared_prefill.py": "mlx_vlm/shared_prefill.py",
+}
 
 EDITS = [
     before(
@@ -23,7 +26,7 @@ EDITS = [
     after(
         COORDINATOR,
         "from .session_table import note_prompt\n",
-        "from .shared_prefill import add_shared_stops\n",
+        "from .shared_prefixes import add_shared_stops\n",
     ),
     Edit(
         COORDINATOR,
