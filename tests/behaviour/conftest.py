@@ -58,7 +58,10 @@ def host():
 
 @pytest.fixture
 def make_server(host):
-    """Return ``make_server(model, **settings) -> TinyServer``; see tests/fakes/server.py."""
+    """Give ``make_server(model, **settings) -> TinyServer``; see tests/fakes/server.py.
+
+    What a test has left running has ended before the next one.
+    """
     from tests.fakes.host import Settings, resolve_model
     from tests.fakes.server import TinyServer
 
@@ -72,4 +75,5 @@ def make_server(host):
             settings["disk"] = str(settings["disk"])
         return TinyServer(host, Settings(resolve_model(model), **settings))
 
-    return make
+    yield make
+    host.settle()

@@ -169,6 +169,22 @@ class Host:
         self.clear_cache()
         self.recorder.forget()
 
+    def settle(self, seconds: float = 10.0) -> None:
+        """Return when no request is answered and no row decoded: what a test has left.
+
+        What does not end in time is dropped, with the model that it waits for.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            generator = self.runtime.response_generator
+            queued = generator is not None and not generator.requests.empty()
+            tasks = self.server.server_state.tasks
+            if not (tasks or queued or self.recorder.active):
+                return
+            time.sleep(0.005)
+        self.app_module.unload_model_sync()
+        self.recorder.active = None
+
     def load(self) -> None:
         """Load the current model, if it is not loaded."""
         assert self.current is not None
