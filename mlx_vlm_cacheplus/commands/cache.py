@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file for import",
     )
     parser.add_argument("file", nargs="?", type=Path, help="file for export")
+    parser.add_argument(
+        "--format",
+        choices=("tar", "mlx-lm"),
+        default="tar",
+        help="of an exported file (%(default)s); mlx-lm: a file for mlx_lm.generate --prompt-cache-file, which needs the extra interop",
+    )
     parser.add_argument("--disk", metavar="DIR", help="the folder on disk")
     parser.add_argument("--gb", help="its limit, for gc and import")
     parser.add_argument("--url", default=DEFAULT_URL, help="server (%(default)s)")

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         store.open()
         answer = ACTIONS[options.action](store, options)
-    except (*FAULTS, Failed, UsageError) as problem:
+    except (*FAULTS, Spoiled, Failed, UsageError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2 if isinstance(problem, UsageError) else 1
     finally:
@@ -151,16 +151,39 @@ def _export(store: DiskStore, options: argparse.Namespace) -> dict[str, Any]:
     """A conversation, from its first token to its last, as one file."""
     entries = {entry.number: entry for entry in store.all_entries()}
     last = _last_of(options.what, entries)
+    spans = _path_to(last, entries)
+    below = {span.number for span in spans}
+    extra = [e for e in entries.values() if e.kind and e.parent in below]
+    if options.format == "mlx-lm":
+        from .cache_mlx_lm import write
+
+        tokens = write(store, spans, extra, _file(options))
+        return {"file": str(options.file), "tokens": tokens}
+    chosen = [*spans, *extra]
+    manifest = _manifest(store, last.root, chosen)
+    with tarfile.open(_file(options), "x") as out:
+        try:
+            _put(out, MANIFEST, json.dumps(manifest).encode())
+            for entry in chosen:
+                _put(out, str(entry.number), bytes(store.read(entry)))
+        except BaseException:
+            _file(options).unlink()
+            raise
+    return {"file": str(options.file), "entries": len(chosen), "tokens": last.stop}
+
+
+def _path_to(last: Entry, entries: dict[int, Entry]) -> list[Entry]:
     path, place = [], last.number
     while place:
         path.append(entries[place])
         place = entries[place].parent
-    spans = path[::-1]
-    below = {span.number for span in spans}
-    chosen = [*spans, *(e for e in entries.values() if e.kind and e.parent in below)]
+    return path[::-1]
+
+
+def _manifest(store: DiskStore, root: int, chosen: list[Entry]) -> dict[str, Any]:
     roots = {number: rest for number, *rest in store.all_roots()}
-    identity, salt, layout, note = roots[last.root]
-    manifest = {
+    identity, salt, layout, note = roots[root]
+    return {
         "root": {"identity": identity, "salt": salt, "layout": layout, "note": note},
         "entries": [
             {
@@ -171,12 +194,6 @@ def _export(store: DiskStore, options: argparse.Namespace) -> dict[str, Any]:
             for entry in chosen
         ],
     }
-    with tarfile.open(_file(options), "x") as out:
-        _put(out, MANIFEST, json.dumps(manifest).encode())
-        for entry in chosen:
-            _put(out, str(entry.number), bytes(store.read(entry)))
-    tokens = last.stop
-    return {"file": str(options.file), "entries": len(chosen), "tokens": tokens}
 
 
 COPIED = (
@@ -200,6 +217,8 @@ def _last_of(what: str | None, entries: dict[int, Entry]) -> Entry:
 def _import(store: DiskStore, options: argparse.Namespace) -> dict[str, Any]:
     """What ``export`` wrote; what is there already stays as it is."""
     _must_write(store)
+    if options.format == "mlx-lm":
+        raise UsageError("such a file does not say which tokens it stands for")
     with tarfile.open(options.what or "", "r:") as source:
         manifest = json.loads(_get(source, MANIFEST))
         root = store.root(*(manifest["root"][key] for key in ROOT))
