@@ -120,8 +120,11 @@ def _print_sessions(answer: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    # Sessions of several tenants may have one name.
+    with_tenants = any(row.get("tenant") for row in answer["sessions"])
     table = Table(
         "session",
+        *(["tenant"] if with_tenants else []),
         "state",
         "tokens",
         "in RAM",
@@ -136,6 +139,7 @@ def _print_sessions(answer: dict[str, Any]) -> None:
         state = row["state"] + (", pinned" if row["pinned"] else "")
         table.add_row(
             row["id"],
+            *([row.get("tenant") or ""] if with_tenants else []),
             state,
             str(row["tokens"]),
             _size(row["bytes"]),

@@ -68,6 +68,7 @@ def _row(
     return {
         "id": session.id,
         "named": session.name is not None,
+        "tenant": session.tenant,
         "state": "live" if live else "idle" if session.requests > 1 else "new",
         "pinned": session.pinned,
         "tokens": int(held["tokens"]),

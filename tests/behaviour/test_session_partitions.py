@@ -252,13 +252,17 @@ def test_sessions_are_listed(make_server):
     for agent in agents:
         agent.turn()
     agents[0].turn()
-    server.chat([user("get: amber3")], max_tokens=4)
+    server.chat([user("get: amber3")], max_tokens=4, headers={"x-apc-tenant": "b"})
     listed, found = rows(server), sessions(server.manager)
     assert set(listed) == set(found) > {"agent 0", "agent 1"}
     for id_, row in listed.items():
         assert row["requests"] == found[id_].requests
         assert row["restored_tokens"] == found[id_].restored
         assert row["named"] == id_.startswith("agent")
+        if not row["named"]:
+            assert (row["tenant"], row["shared_bytes"]) == ("b", 0)
+            continue
+        assert row["tenant"] is None
         assert row["shared_bytes"] > 0, "the template's first words, at least"
     assert [listed[a.name]["state"] for a in agents] == ["live", "new"]
     assert sum(row["bytes"] for row in listed.values()) == pytest.approx(

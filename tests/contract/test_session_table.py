@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from mlx_vlm_cacheplus import cli
+from mlx_vlm_cacheplus.commands import cache
 from mlx_vlm_cacheplus.core import session_identity as identity
 from mlx_vlm_cacheplus.core.segment_tree import SegmentTree
 from mlx_vlm_cacheplus.core.session_table import (
@@ -240,6 +241,16 @@ def test_the_command_lists_sessions(server, capsys):
     assert cli.main(["cache", "sessions", "--url", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == LIST
     assert asked == [("sessions", None)] * 2
+
+
+def test_sessions_of_one_name_are_told_apart_by_their_tenants(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    rows = [{**ROW, "tenant": "red"}, {**ROW, "tenant": None}]
+    monkeypatch.setattr(cache, "_ask", lambda options: {**LIST, "sessions": rows})
+    assert cli.main(["cache", "sessions"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    red, none = [line for line in lines if " main " in line]
+    assert "red" in red and "red" not in none
 
 
 def test_the_command_asks_for_changes(server, capsys):
