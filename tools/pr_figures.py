@@ -225,10 +225,10 @@ def draft_state() -> None:
 def _conversations(t: Any, model: Any, rows: int) -> list[tuple[str, list, list]]:
     """What is asked of a tree: a name, the prompts before, and the prompts measured."""
     seeds = range(1, rows + 1)
-    system, shared = t.prompt_of(60, 1), t.prompt_of(45, 1)
-    asked = [t.prompt_of(40 + 7 * seed, seed) for seed in seeds]
+    system, shared = t.text(60, 1), t.text(45, 1)
+    asked = [t.text(40 + 7 * seed, seed) for seed in seeds]
     turns = [
-        a + reply + t.prompt_of(5, 9)
+        a + reply + t.text(5, 9)
         for a, reply in zip(asked, t.run(model, None, asked)[0], strict=True)
     ]
     return [
@@ -236,13 +236,13 @@ def _conversations(t: Any, model: Any, rows: int) -> list[tuple[str, list, list]
         ("next turn", [asked], turns),
         (
             "new chat, same system text",
-            [[t.chat(system, t.prompt_of(20, 8))]],
-            [t.chat(system, t.prompt_of(25 + seed, seed)) for seed in seeds],
+            [[t.chat(system, t.text(20, 8))]],
+            [t.chat(system, t.text(25 + seed, seed)) for seed in seeds],
         ),
         (
             "third prompt that leaves at 45",
-            [[shared + t.prompt_of(30, 8)], [shared + t.prompt_of(30, 9)]],
-            [shared + t.prompt_of(30 + seed, seed) for seed in seeds],
+            [[shared + t.text(30, 8)], [shared + t.text(30, 9)]],
+            [shared + t.text(30 + seed, seed) for seed in seeds],
         ),
     ]
 

@@ -51,13 +51,18 @@ def run(model, manager, prompts, max_tokens=8, **options):
     return start(model, manager, **options).ask(*prompts, max_tokens=max_tokens)
 
 
+def text(length, seed):
+    """Tokens of which none opens a message."""
+    return [token + START for token in prompt_of(length, seed)]
+
+
 def chat(*messages):
     return [token for message in messages for token in (START, *message)] + [START]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_turn_reads_its_new_tokens_alone(model, manager, rows):
-    history = [prompt_of(40 + 7 * row, row) for row in range(rows)]
+    history = [text(40 + 7 * row, row) for row in range(rows)]
     known: list = []
     for turn in range(3):
         tokens, cached = run(model, manager, history)
@@ -67,23 +72,23 @@ def test_turn_reads_its_new_tokens_alone(model, manager, rows):
             assert cached == known
         known = [len(h) + len(t) for h, t in zip(history, tokens, strict=True)]
         history = [
-            h + t + prompt_of(5 + row, 9 + turn + row)
+            h + t + text(5 + row, 9 + turn + row)
             for row, (h, t) in enumerate(zip(history, tokens, strict=True))
         ]
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_same_prompt_again_computes_one_token(model, manager, rows):
-    prompts = [prompt_of(50, row) for row in range(rows)]
+    prompts = [text(50, row) for row in range(rows)]
     cold, _ = run(model, manager, prompts)
     for _ in range(2):
         assert run(model, manager, prompts) == (cold, [49] * rows)
 
 
 def test_new_chat_starts_from_the_end_of_the_system_text(model, manager):
-    system = prompt_of(60, 1)
-    run(model, manager, [chat(system, prompt_of(20, 2))])
-    prompt = chat(system, prompt_of(25, 3))
+    system = text(60, 1)
+    run(model, manager, [chat(system, text(20, 2))])
+    prompt = chat(system, text(25, 3))
     tokens, (cached,) = run(model, manager, [prompt])
     assert cached >= len(system) + 1
     assert tokens == run(model, None, [prompt])[0]
@@ -91,8 +96,8 @@ def test_new_chat_starts_from_the_end_of_the_system_text(model, manager):
 
 def test_prompt_that_left_in_the_middle_is_resumed_there(model, manager, request):
     """A dense model at once; one with end states from the second time on."""
-    shared = prompt_of(45, 1)
-    prompts = [shared + prompt_of(30, seed) for seed in (2, 3, 4)]
+    shared = text(45, 1)
+    prompts = [shared + text(30, seed) for seed in (2, 3, 4)]
     lengths = []
     for prompt in prompts:
         tokens, (cached,) = run(model, manager, [prompt])
@@ -104,9 +109,9 @@ def test_prompt_that_left_in_the_middle_is_resumed_there(model, manager, request
 
 
 def test_cold_and_warm_rows_share_a_batch(model, manager):
-    warm, cold = prompt_of(40, 1), prompt_of(55, 2)
+    warm, cold = text(40, 1), text(55, 2)
     run(model, manager, [warm])
-    prompts = [warm + prompt_of(9, 3), cold]
+    prompts = [warm + text(9, 3), cold]
     tokens, cached = run(model, manager, prompts)
     assert cached[0] >= 39 and cached[1] == 0
     for prompt, got in zip(prompts, tokens, strict=True):
@@ -116,30 +121,30 @@ def test_cold_and_warm_rows_share_a_batch(model, manager):
 def test_what_was_read_last_is_kept(model):
     """Three conversations, room for two and a half: the one left alone goes."""
     probe = make_manager()
-    run(model, probe, [prompt_of(60, 1)])
+    run(model, probe, [text(60, 1)])
     manager = make_manager(2.5 * probe.resident_bytes())
     said = {}
     for seed in (1, 2, 1, 3):
-        (reply,), _ = run(model, manager, [prompt_of(60, seed)])
-        said[seed] = prompt_of(60, seed) + reply
+        (reply,), _ = run(model, manager, [text(60, seed)])
+        said[seed] = text(60, seed) + reply
     assert manager.resident_bytes() <= manager.memory_max_bytes
     for seed in (3, 1):
-        _, (cached,) = run(model, manager, [said[seed] + prompt_of(3, 8)], max_tokens=1)
+        _, (cached,) = run(model, manager, [said[seed] + text(3, 8)], max_tokens=1)
         assert cached == 68
-    assert run(model, manager, [said[2] + prompt_of(3, 8)])[1] == [0]
+    assert run(model, manager, [said[2] + text(3, 8)])[1] == [0]
 
 
 def test_prompt_beyond_the_budget_evicts_nobody(model):
     probe = make_manager()
-    run(model, probe, [prompt_of(40, 1)])
+    run(model, probe, [text(40, 1)])
     manager = make_manager(2 * probe.resident_bytes())
-    run(model, manager, [prompt_of(40, 1)])
-    run(model, manager, [prompt_of(400, 2)])
-    assert run(model, manager, [prompt_of(40, 1)])[1] == [39]
+    run(model, manager, [text(40, 1)])
+    run(model, manager, [text(400, 2)])
+    assert run(model, manager, [text(40, 1)])[1] == [39]
 
 
 def test_cancelled_prefill_keeps_its_chunks(model, manager):
-    prompt = prompt_of(80, 1)
+    prompt = text(80, 1)
     cancelled = start(model, manager)
     (uid,) = cancelled.insert([prompt])
     for _ in range(3):
@@ -151,7 +156,7 @@ def test_cancelled_prefill_keeps_its_chunks(model, manager):
 
 
 def test_failed_chunk_stores_what_was_whole(dense, manager):
-    prompt = prompt_of(80, 1)
+    prompt = text(80, 1)
     broken = start(dense, manager)
     broken.insert([prompt])
     broken.step()
@@ -172,7 +177,7 @@ def test_failed_chunk_stores_what_was_whole(dense, manager):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_quantized_keys_and_values_stay_packed(dense, manager, rows):
     settings = {"kv_bits": 8, "kv_group_size": 32, "kv_quant_scheme": "uniform"}
-    prompts = [prompt_of(40 + 6 * row, row) for row in range(rows)]
+    prompts = [text(40 + 6 * row, row) for row in range(rows)]
     cold, _ = run(dense, None, prompts, **settings)
     first, _ = run(dense, manager, prompts, **settings)
     again, cached = run(dense, manager, prompts, **settings)
@@ -181,14 +186,14 @@ def test_quantized_keys_and_values_stay_packed(dense, manager, rows):
 
 
 def test_salts_share_nothing(model, manager):
-    prompt = prompt_of(40, 1)
+    prompt = text(40, 1)
     run(model, manager, [prompt])
     assert start(model, manager).ask(prompt, max_tokens=2, salt=2)[1] == [0]
 
 
 def test_nothing_is_held_after_requests_and_clear(model, manager):
-    run(model, manager, [prompt_of(40, 1), prompt_of(33, 2)])
-    run(model, manager, [prompt_of(40, 1), prompt_of(33, 2)])
+    run(model, manager, [text(40, 1), text(33, 2)])
+    run(model, manager, [text(40, 1), text(33, 2)])
     assert manager.stats_snapshot()["leases"] == 0
     manager.clear()
     assert manager.resident_bytes() == 0
