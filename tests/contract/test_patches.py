@@ -138,9 +138,8 @@ def test_each_test_has_what_it_imports(steps):
         test = f"mlx_vlm/tests/{patch_series.test_of(step.change)}"
         assert test in there
         for path in there | set(step.borrowed):
-            text = (
-                patch_series.ROOT / "patches" / "tests" / Path(path).name
-            ).read_text()
+            source = patch_series.ROOT / patch_series.TESTS / Path(path).name
+            text = patch_tree.formatted(source.read_text())
             assert step.after.get(path, text) == text
             siblings = {
                 name.replace(".", "/") + ".py"
