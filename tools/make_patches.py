@@ -13,7 +13,9 @@ How a change gets its patch: add tools/patch_edits/<change>.py with
         Delete(path, "Class.method"), Body(path, "Class.method", text), Cut(path, first, last),
     ]
 
-and patches/tests/test_<change>.py, the test that goes upstream with it; run this.
+and patches/tests/test_<change>.py, the test that goes upstream with it; run this. What
+that test imports from mlx_vlm.tests lies beside it: the first patch that needs it brings
+it, and the headers of the others say which one that is.
 """
 
 from __future__ import annotations

@@ -25,12 +25,14 @@ from tools.patch_tree import (
     as_upstream,
     code_without_imports,
     formatted,
+    imported_names,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "0.7.10"
 FOLDER = ROOT / "patches" / VERSION
 TESTS = "patches/tests"
+UPSTREAM_TESTS = "mlx_vlm/tests"
 CONTEXT = 3
 
 
@@ -43,6 +45,8 @@ class Step:
     after: dict[str, str] = field(default_factory=dict)
     core: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
+    # Files that its test imports and an earlier patch of the series brings: that patch.
+    borrowed: dict[str, str] = field(default_factory=dict)
 
     @property
     def filename(self) -> str:
@@ -71,7 +75,13 @@ def build_series(stock: Path) -> list[Step]:
     steps = []
     for change in load_changes():
         if change.has_patch:
-            steps.append(_build_step(change, tree, moved))
+            step = _build_step(change, tree, moved)
+            steps.append(step)
+            for file in with_fixtures(test_of(change)):
+                path = f"{UPSTREAM_TESTS}/{file}"
+                bringer = next(s for s in steps if path in s.after)
+                if bringer is not step:
+                    step.borrowed[path] = bringer.filename
     return steps
 
 
@@ -114,16 +124,34 @@ def _tidy(tree: Tree, old: Tree, path: str) -> None:
 
 
 def _add_test(change: Change, tree: Tree) -> None:
-    name = f"test_{change.name.replace('-', '_')}.py"
-    source = ROOT / TESTS / name
-    if not source.is_file():
+    name = test_of(change)
+    if not (ROOT / TESTS / name).is_file():
         raise PatchProblem(
             f"{change.name} brings no test: write {TESTS}/{name}, with tiny random "
             "models built in the test"
         )
-    for file in (name, *getattr(edits_of(change), "TEST_FIXTURES", ())):
+    for file in with_fixtures(name):
         text = (ROOT / TESTS / file).read_text(encoding="utf-8")
-        tree.write(f"mlx_vlm/tests/{file}", formatted(text))
+        tree.write(f"{UPSTREAM_TESTS}/{file}", formatted(text))
+
+
+def test_of(change: Change) -> str:
+    """Return the name of the test file that goes upstream with a change."""
+    return f"test_{change.name.replace('-', '_')}.py"
+
+
+def with_fixtures(name: str) -> list[str]:
+    """Return a file of ``patches/tests`` and all those there that it imports, at any distance."""
+    found = [name]
+    for file in found:
+        source = ROOT / TESTS / file
+        if not source.is_file():
+            raise PatchProblem(f"{name} imports {TESTS}/{file}, which is not there")
+        for module in imported_names(source.read_text(encoding="utf-8")):
+            folder, _, stem = module.replace(".", "/").rpartition("/")
+            if folder == UPSTREAM_TESTS and f"{stem}.py" not in found:
+                found.append(f"{stem}.py")
+    return found
 
 
 # -- text ------------------------------------------------------------------------
@@ -131,14 +159,16 @@ def _add_test(change: Change, tree: Tree) -> None:
 
 def patch_text(step: Step) -> str:
     """Return the text of a patch file."""
-    parts = [header(step.change), "---\n"]
+    parts = [header(step), "---\n"]
     for path in sorted([*step.after, *step.removed]):
         parts.extend(_diff(path, step.before[path], step.after.get(path)))
     return "".join(parts)
 
 
-def header(change: Change) -> str:
+def header(step: Step) -> str:
     """Return DEP-3-like fields from the change's own data."""
+    change = step.change
+    borrowed = [f"{path} of {patch}" for path, patch in sorted(step.borrowed.items())]
     fields = [
         ("Subject", change.summary),
         ("Description", change.why),
@@ -146,6 +176,7 @@ def header(change: Change) -> str:
         ("Forwarded", change.upstream),
         ("Applies-to", f"mlx-vlm {VERSION}"),
         ("Requires", ", ".join(f"{name}.patch" for name in change.requires)),
+        ("Test-requires", ", ".join(borrowed)),
         ("Remove-when", change.remove_when),
     ]
     return "".join(

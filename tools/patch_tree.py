@@ -292,6 +292,18 @@ def code_without_imports(text: str) -> list[str]:
     return [s for i, s in enumerate(lines, 1) if i not in drop and s.strip()]
 
 
+def imported_names(text: str) -> set[str]:
+    """Return the absolute dotted names that a file imports; what is imported from a module too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
 def _module(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 

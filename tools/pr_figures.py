@@ -15,13 +15,18 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ["MLX_VLM_CACHEPLUS"] = "0"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "patches" / "tests"))
-# Stock has not got it yet: the tests that go upstream find it there.
-FIXTURES = "drafting_fixtures"
-sys.modules[f"mlx_vlm.tests.{FIXTURES}"] = importlib.import_module(FIXTURES)
+# Stock has not got them yet: the tests that go upstream find them there. In the order in
+# which they import each other.
+tests = sys.modules["mlx_vlm.tests"] = ModuleType("mlx_vlm.tests")
+for name in ("generation_fixtures", "drafting_fixtures", "server_fixtures"):
+    fixtures = importlib.import_module(name)
+    sys.modules[f"mlx_vlm.tests.{name}"] = fixtures
+    setattr(tests, name, fixtures)
 
 
 def warm_single_row() -> None:
@@ -31,7 +36,7 @@ def warm_single_row() -> None:
     for name, length in (("dense", 49), ("hybrid", 49), ("hybrid", 490)):
         patch = t.pytest.MonkeyPatch()
         model = t.build_model(*t.MODELS[name])
-        run = t.Run(patch, model, t.manager())
+        run = t.Run(patch, model, t.make_manager())
         first = t.prompt_of(length, 1)
         for kind, prompt in (("cold", first), ("warm", first + t.prompt_of(20, 2))):
             before = run.copied
@@ -49,8 +54,7 @@ def row_positions() -> None:
     import test_row_positions as t
 
     def models() -> tuple[Any, Any]:
-        first, second = (t.build_model(t.qwen3_5_text, t.HYBRID) for _ in range(2))
-        return first, second
+        return t.tiny_model("hybrid"), t.tiny_model("hybrid")
 
     def distance(reference: Any, prompt: list[int], pairs: list) -> str:
         token, logprob = pairs[0]
@@ -59,21 +63,20 @@ def row_positions() -> None:
     for lengths in ((13,), (5, 31, 13)):
         model, reference = models()
         prompts = [t.prompt_of(n, seed) for seed, n in enumerate(lengths)]
-        generator = t.make_generator(model)
-        uids = t.insert(generator, model, prompts)
-        replies = t.drain(generator)
+        run = t.Run(model)
+        uids = run.insert(prompts)
+        run.drain()
         for uid, prompt in zip(uids, prompts, strict=True):
-            off = distance(reference, prompt, replies[uid])
+            off = distance(reference, prompt, run.pairs[uid])
             print(f"{len(lengths)} rows, prompt of {len(prompt):2}: off by {off}")
     model, fresh = models()
-    manager = t.APCManager(num_blocks=64, block_size=16)
+    manager = t.make_manager()
     prompt = t.prompt_of(40, 1)
-    generator = t.make_generator(model, manager)
-    t.insert(generator, model, [prompt])
-    t.drain(generator)
-    generator, prompt = t.make_generator(fresh, manager), prompt + t.prompt_of(9, 2)
-    (uid,) = t.insert(generator, fresh, [prompt])
-    off = distance(reference, prompt, t.drain(generator)[uid])
+    t.Run(model, manager).ask(prompt)
+    run, prompt = t.Run(fresh, manager), prompt + t.prompt_of(9, 2)
+    (uid,) = run.insert([prompt])
+    run.drain()
+    off = distance(reference, prompt, run.pairs[uid])
     print(f"1 row, warm, first of a process: off by {off}")
 
 
@@ -82,7 +85,7 @@ def recurrent_rows() -> None:
     import test_recurrent_rows as t
 
     for lengths in ((49,), (49, 70, 23)):
-        model = t.build_model(t.qwen3_5_text, t.HYBRID)
+        model = t.tiny_model("hybrid")
         prompts = [t.prompt_of(n, seed) for seed, n in enumerate(lengths, 1)]
         uids, tokens, cached, _ = t.queue_together(model, prompts)
         for uid, prompt in zip(uids, prompts, strict=True):
@@ -104,11 +107,11 @@ def row_errors() -> None:
     for rows in (1, 3):
         prompts = [t.prompt_of(12, seed) for seed in range(rows)]
         prompts[-1][-1] = t.POISON
-        generator = t.make_generator(model)
-        active = t.activate(t.insert(generator, model, prompts))
+        run = t.Run(model)
+        active = t.activate(run.insert(prompts))
         queues = [info["rqueue"] for info in active.values()]
         try:
-            t.run(server, generator, active)
+            t.serve_rows(server, run, active)
             failed = sum(t.outcome(queue)[1] is not None for queue in queues)
         except RuntimeError:
             # What leaves the step fails every request in flight.
@@ -121,20 +124,16 @@ def output_tokens() -> None:
     """What the next turn restores of a prompt and its reply, and its tokens against a cold run."""
     import test_output_tokens as t
 
-    models = {"dense": (t.qwen3, t.DENSE), "hybrid": (t.qwen3_5_text, t.HYBRID)}
-    for name, (module, config) in models.items():
+    for name in t.MODELS:
         for budget in ([30], [34, 30, 45]):
-            model = t.build_model(module, config)
-            manager = t.manager.__wrapped__()
+            model, manager = t.tiny_model(name), t.make_manager()
             prompts = [t.prompt_of(40, seed) for seed in range(len(budget))]
-            generator = t.make_generator(model, manager)
-            uids = t.insert(generator, model, prompts, max_tokens=budget)
-            replies, _ = t.drain(generator)
-            for uid, prompt in zip(uids, prompts, strict=True):
-                history = prompt + replies[uid]
+            replies, _ = t.Run(model, manager).ask(*prompts, max_tokens=budget)
+            for prompt, reply in zip(prompts, replies, strict=True):
+                history = prompt + reply
                 after = history + t.prompt_of(5, 9)
-                tokens, restored = _one_row(t, model, after, manager)
-                same = tokens == _one_row(t, model, after, None)[0]
+                (tokens,), (restored,) = t.Run(model, manager).ask(after)
+                same = [tokens] == t.Run(model).ask(after)[0]
                 print(
                     f"{name}, {len(budget)} rows: next prompt {len(after)}, history {len(history)}, "
                     f"restored {restored}, tokens {'equal' if same else 'DIFFERENT'}"
@@ -145,9 +144,8 @@ def segment_tree() -> None:
     """What a prompt restores of what was read before, and its tokens against a cold run."""
     import test_segment_tree as t
 
-    models = {"dense": (t.qwen3, t.DENSE), "hybrid": (t.qwen3_5_text, t.HYBRID)}
-    for name, (module, config) in models.items():
-        model = t.build_model(module, config)
+    for name in ("dense", "hybrid"):
+        model = getattr(t, name).__wrapped__()
         for rows in (1, 3):
             for label, before, asked in _conversations(t, model, rows):
                 manager = t.make_manager()
@@ -254,22 +252,19 @@ def undrafted_requests() -> None:
     import test_undrafted_requests as t
 
     patch = t.pytest.MonkeyPatch()
-    model = t.build_model(*t.MODELS["hybrid"])
-    drafter = t.build_drafter()
+    model, drafter = t.tiny_model("hybrid"), t.build_mtp_drafter()
     for rows in (1, 3):
         prompts = [t.prompt_of(20 + 7 * seed, seed) for seed in range(rows)]
-        plain, generator = t.make_generator(model), t.make_generator(model, drafter)
-        for made in (plain, generator):
-            t.insert(made, model, prompts, [[t.never_twice]] * rows)
-        pairs = zip(t.run(plain)[0].values(), t.run(generator)[0].values(), strict=True)
+        plain, run = t.start(model), t.start(model, drafter)
+        for made in (plain, run):
+            made.insert(prompts, logits_processors=[[t.never_twice]] * rows)
+        pairs = zip(plain.drain().values(), run.drain().values(), strict=True)
         tokens = [sum(map(int.__eq__, a, b)) for a, b in pairs]
-        plain = t.make_generator(model, compute_logprobs=True, top_logprobs_k=t.TOP_K)
-        generator = t.make_generator(model, drafter)
+        plain = t.start(model, compute_logprobs=True, top_logprobs_k=t.TOP_K)
+        run = t.start(model, drafter)
         want, got = (
-            t.serve(
-                patch, made, own, dict.fromkeys(t.insert(made, model, prompts), True)
-            )
-            for made, own in ((plain, None), (generator, drafter))
+            t.serve(patch, made, own, dict.fromkeys(made.insert(prompts), True))
+            for made, own in ((plain, None), (run, drafter))
         )
         logprobs = [sum(map(tuple.__eq__, want[uid], got[uid])) for uid in want]
         print(
@@ -285,7 +280,7 @@ def shared_prefill() -> None:
     for name in t.MODELS:
         for rows in (1, 2, 4):
             patch = t.pytest.MonkeyPatch()
-            server = t.Server(patch, t.build_model(*t.MODELS[name]))
+            server = t.Server(patch, t.tiny_model(name))
             server.run(t.agents(rows))
             patch.undo()
             least = 400 + sum(len(prompt) - 400 for prompt in t.agents(rows))
@@ -308,8 +303,8 @@ def row_samplers() -> None:
         return ", ".join(map(str, counts))
 
     one, two = t.prompt_of(20, 1), t.prompt_of(13, 2)
-    for name, build in t.MODELS.items():
-        model = build()
+    for name in t.MODELS:
+        model = t.tiny_model(name)
         for first, late in (("HOT", "GREEDY"), ("GREEDY", "HOT"), ("HOT", "OTHER")):
             pair = [(0, one, getattr(t, first)), (5, two, getattr(t, late))]
             print(f"{name}, {first} and later {late}: {same(model, pair)} of 12")
@@ -319,7 +314,7 @@ def row_samplers() -> None:
             for seed, case in enumerate((*cases, "seed"))
         ]
         print(f"{name}, 8 rows at once: {same(model, eight)} of 12")
-    model = t.build_target()
+    model = t.tiny_model("hybrid")
     three = [(0, one, t.HOT), (0, two, t.GREEDY), (4, t.prompt_of(16, 3), t.OTHER)]
     for kind in ("mtp", "eagle3", "dflash"):
         found = same(model, three, t.build_drafter(kind), kind)
@@ -340,8 +335,7 @@ def speculative_turns() -> None:
         for prompt, max_tokens in asks:
             uids += run.insert([prompt], max_tokens=max_tokens)
             before = len(drafter.proposed)
-            while uids[-1] not in run.said:
-                run.step()
+            run.step_until_said(uids[-1])
         waited = len(drafter.proposed) - before
         same = [run.drain()[uid] for uid in uids] == want
         print(f"{kind}: {waited} rounds, tokens {'equal' if same else 'DIFFERENT'}")
@@ -353,18 +347,11 @@ def fair_queue() -> None:
 
     for places in (1, 4):
         model = t.model.__wrapped__()
-        generator = t.make_generator(model, places)
-        (long,) = t.insert(generator, model, t.LONG)
-        t.insert(generator, model, *[t.SHORT] * 30)
-        before = t.order_of_first_tokens(generator).index(long)
+        run = t.start(model, places)
+        (long,) = t.insert(run, t.LONG)
+        t.insert(run, *[t.SHORT] * 30)
+        before = t.order_of_first_tokens(run).index(long)
         print(f"{places} admitted at once: {before}")
-
-
-def _one_row(t: Any, model: Any, prompt: list[int], manager: Any) -> tuple[list, int]:
-    generator = t.make_generator(model, manager)
-    (uid,) = t.insert(generator, model, [prompt])
-    tokens, cached = t.drain(generator)
-    return tokens[uid], cached.get(uid, 0)
 
 
 def main() -> int:

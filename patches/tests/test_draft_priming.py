@@ -10,11 +10,11 @@ from mlx_vlm.speculative.utils import (
 from mlx_vlm.tests.drafting_fixtures import (
     BLOCK,
     DRAFTERS,
-    Run,
     build_drafter,
     build_target,
-    prompt_of,
+    drafted,
 )
+from mlx_vlm.tests.generation_fixtures import prompt_of
 
 
 def greedy(logits):
@@ -23,16 +23,8 @@ def greedy(logits):
 
 def reply_to(model, prompts, drafter, kind, step, max_tokens=6):
     """Let one generator answer the prompts together."""
-    run = Run(
-        model,
-        step=step,
-        draft_model=drafter,
-        draft_kind=kind,
-        draft_block_size=BLOCK,
-    )
-    uids = run.insert(prompts, max_tokens=max_tokens)
-    said = run.drain()
-    return [said[uid] for uid in uids]
+    run = drafted(model, drafter, kind, prefill_step_size=step)
+    return run.ask(*prompts, max_tokens=max_tokens)[0]
 
 
 def unchunked_proposal(model, kind, prompt):
@@ -53,10 +45,10 @@ def unchunked_proposal(model, kind, prompt):
             ids, hidden, bonus, greedy, ids.dtype, **options
         )
         hidden = hidden[:, -1:]
-    drafted = drafter.draft_block(
+    proposal = drafter.draft_block(
         bonus, hidden, cache, BLOCK, greedy, ids.dtype, **options
     )
-    return drafted.tolist()[0]
+    return proposal.tolist()[0]
 
 
 @pytest.fixture(params=list(DRAFTERS))
@@ -95,9 +87,9 @@ def test_rows_of_one_prefill(model, kind, lengths):
 
 def test_replies_are_those_without_a_drafter(model, kind):
     prompts = [prompt_of(length, length) for length in (40, 17)]
-    drafted = reply_to(model, prompts, build_drafter(kind), kind, 16, max_tokens=12)
+    replies = reply_to(model, prompts, build_drafter(kind), kind, 16, max_tokens=12)
     plain = [reply_to(model, [p], None, None, 16, max_tokens=12)[0] for p in prompts]
-    assert drafted == plain
+    assert replies == plain
 
 
 def test_the_loaded_drafter_keeps_counts_and_no_state(model, kind):

@@ -2,14 +2,12 @@
 
 import pytest
 from mlx_vlm.tests.drafting_fixtures import (
-    BLOCK,
     DRAFTERS,
-    Run,
     build_drafter,
     build_target,
-    make_manager,
-    prompt_of,
+    drafted,
 )
+from mlx_vlm.tests.generation_fixtures import make_manager, prompt_of
 
 
 class Server:
@@ -23,19 +21,10 @@ class Server:
 
     def ask(self, *prompts, max_tokens=8):
         """Answer the prompts together: (replies, restored lengths, proposals)."""
-        run = Run(
-            self.model,
-            self.manager,
-            draft_model=self.drafter,
-            draft_kind=self.kind if self.drafter is not None else None,
-            draft_block_size=BLOCK,
-        )
-        if self.drafter is not None:
-            self.drafter.proposed.clear()
-        uids = run.insert(list(prompts), max_tokens=max_tokens)
-        said = run.drain()
-        proposed = list(self.drafter.proposed) if self.drafter is not None else []
-        return [said[u] for u in uids], [run.cached.get(u, 0) for u in uids], proposed
+        run = drafted(self.model, self.drafter, self.kind, self.manager)
+        proposed = self.drafter.proposed if self.drafter is not None else []
+        proposed.clear()
+        return *run.ask(*prompts, max_tokens=max_tokens), list(proposed)
 
     def assert_drafts_as_cold(self, prompt, restored):
         """A prompt restores so much, and is drafted round by round as a cold one."""

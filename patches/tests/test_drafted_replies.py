@@ -5,12 +5,11 @@ import pytest
 from mlx_vlm.tests.drafting_fixtures import (
     BLOCK,
     DRAFTERS,
-    Run,
     build_drafter,
     build_target,
-    make_manager,
-    prompt_of,
+    drafted,
 )
+from mlx_vlm.tests.generation_fixtures import Run, make_manager, prompt_of
 
 
 class Oracle:
@@ -32,20 +31,20 @@ class Oracle:
         drafter.__class__ = type("Oracled", (base,), dict.fromkeys(names, propose))
         self.drafter = drafter
 
-    def correct(self, drafted):
+    def correct(self, proposal):
         """What is proposed in the place of a drafter's own tokens."""
         said = self.run.said
         active = [uid for uid in self.plans if uid not in self.run.ended]
-        if drafted.shape[0] < len(active):  # DFlash drafts row by row
+        if proposal.shape[0] < len(active):  # DFlash drafts row by row
             now = sum(map(len, said.values()))
             self.turn = self.turn + 1 if now == self.seen else 0
             self.seen = now
             active = active[self.turn : self.turn + 1]
         rows = [
-            self.next_tokens(self.plans[uid], len(said[uid]), drafted.shape[1])
+            self.next_tokens(self.plans[uid], len(said[uid]), proposal.shape[1])
             for uid in active
         ]
-        return mx.array(rows, dtype=drafted.dtype)
+        return mx.array(rows, dtype=proposal.dtype)
 
     def next_tokens(self, plan, start, count):
         tokens = (plan[start:] + [0] * count)[:count]
@@ -57,23 +56,14 @@ class Oracle:
 
 
 def reply_of(model, prompt, count):
-    run = Run(model)
-    run.insert([prompt], max_tokens=count)
-    return run.drain()[0]
+    return Run(model).ask(prompt, max_tokens=count)[0][0]
 
 
 def drafted_run(model, manager, kind, prompts, max_tokens, stop=(), wrong_every=0):
     """A run whose drafter knows the replies; (run, uids, the replies undrafted)."""
     oracle = Oracle(build_drafter(kind), wrong_every)
     plans = [reply_of(model, prompt, max(max_tokens)) for prompt in prompts]
-    run = Run(
-        model,
-        manager,
-        stop,
-        draft_model=oracle.drafter,
-        draft_kind=kind,
-        draft_block_size=BLOCK,
-    )
+    run = drafted(model, oracle.drafter, kind, manager, stop)
     uids = run.insert(prompts, max_tokens=max_tokens)
     oracle.run, oracle.plans = run, dict(zip(uids, plans, strict=True))
     return run, uids, plans
@@ -97,11 +87,9 @@ def manager():
 def assert_reply_is_restored(model, manager, prompt, reply):
     """The next turn reads what is new and the reply's last token, as a cold run does."""
     asked = prompt + reply + prompt_of(5, 9)
-    run = Run(model, manager)
-    (uid,) = run.insert([asked])
-    run.drain()
-    assert run.cached[uid] == len(prompt) + len(reply) - 1
-    assert run.said[uid] == reply_of(model, asked, 8)
+    (said,), (cached,) = Run(model, manager).ask(asked)
+    assert cached == len(prompt) + len(reply) - 1
+    assert said == reply_of(model, asked, 8)
 
 
 @pytest.mark.parametrize("end", range(2, 3 + BLOCK))
@@ -147,16 +135,14 @@ def test_row_that_is_removed(model, manager, kind, after):
     run, (uid,), (plan,) = drafted_run(
         model, manager, kind, [prompt], [40], wrong_every=4
     )
-    while len(run.said.get(uid, ())) < after:
-        run.step()
+    run.step_until_said(uid, after)
     assert run.generator.remove(uid)
     reply = run.said[uid]
     assert reply == plan[: len(reply)]
     asked = prompt + reply + prompt_of(5, 9)
-    again = Run(model, manager)
-    (uid,) = again.insert([asked])
-    assert again.drain()[uid] == reply_of(model, asked, 8)
+    (said,), (cached,) = Run(model, manager).ask(asked)
+    assert said == reply_of(model, asked, 8)
     # The round that was broken off may have gone on behind the reply: then its state is
     # of no use, or the reply's last token was processed as well.
     whole = len(prompt) + len(reply)
-    assert again.cached[uid] in (len(prompt) - 1, whole - 1, whole)
+    assert cached in (len(prompt) - 1, whole - 1, whole)

@@ -3,85 +3,19 @@
 import asyncio
 from queue import Queue
 from threading import Lock
-from types import SimpleNamespace
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
-from mlx_vlm.generate.ar import BatchGenerator
-from mlx_vlm.models import qwen3
 from mlx_vlm.server import generation
+from mlx_vlm.tests.generation_fixtures import Run, prompt_of, tiny_model
+from mlx_vlm.tests.server_fixtures import Streamer, make_step_server
 
-DENSE = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 96,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "head_dim": 16,
-    "tie_word_embeddings": True,
-}
 POISON = 95
-
-
-class NeverStop:
-    def add_eos_token_ids(self, ids):
-        pass
-
-    def __call__(self, token):
-        return False
-
-
-def build_model(module, config):
-    """A random model; wide weights, so that greedy text varies."""
-    mx.random.seed(0)
-    model = module.Model(module.ModelConfig.from_dict(config))
-    model.update(tree_map(lambda w: w * 3 if w.ndim > 1 else w, model.parameters()))
-    mx.eval(model.parameters())
-    return model
-
-
-def make_generator(model, manager=None):
-    return BatchGenerator(
-        model.language_model,
-        SimpleNamespace(stopping_criteria=NeverStop()),
-        apc_manager=manager,
-        prefill_step_size=16,
-    )
-
-
-def insert(generator, model, prompts, max_tokens=8, **more):
-    kwargs = [
-        {
-            **{
-                key: value
-                for key, value in model.get_input_embeddings(mx.array([prompt]))
-                .to_dict()
-                .items()
-                if value is not None
-            },
-            "_apc_semantic_hash": 1,
-        }
-        for prompt in prompts
-    ]
-    return generator.insert(
-        prompts, max_tokens=max_tokens, prompt_kwargs=kwargs, **more
-    )
-
-
-def prompt_of(length, seed):
-    return [(7 * i * i + 3 * i + 11 * seed) % 90 + 2 for i in range(length)]
 
 
 @pytest.fixture
 def model(monkeypatch):
     """Raises for every prompt that contains POISON."""
-    made = build_model(qwen3, DENSE)
+    made = tiny_model("dense")
     forward = type(made.language_model).__call__
 
     def checked(self, inputs, *args, **kwargs):
@@ -96,19 +30,13 @@ def model(monkeypatch):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A response generator without its thread: the tests call its step."""
-    made = generation.ResponseGenerator.__new__(generation.ResponseGenerator)
-    for name in ("_log_prefill_progress", "_log_prefill_completed"):
-        monkeypatch.setattr(made, name, lambda *args: None, raising=False)
-    monkeypatch.setattr(
-        made, "_log_decode_progress", lambda *args, **kwargs: 0.0, raising=False
-    )
-    made.draft_model = None
-    return made
+    return make_step_server(monkeypatch)
 
 
-class Streamer:
-    def __init__(self, fail_at=None):
+class FailingStreamer(Streamer):
+    """Raises at the token of this number, counted from 1."""
+
+    def __init__(self, fail_at):
         self.fail_at = fail_at
         self.said = 0
 
@@ -116,7 +44,7 @@ class Streamer:
         self.said += 1
         if self.said == self.fail_at:
             raise ValueError("detokenizer")
-        return "x"
+        return super().advance(token, finish_reason)
 
 
 def activate(uids, streamers=None):
@@ -126,11 +54,11 @@ def activate(uids, streamers=None):
     }
 
 
-def run(server, generator, active, steps=200):
+def serve_rows(server, run, active, steps=200):
     for _ in range(steps):
-        if not generator.has_work:
+        if not run.generator.has_work:
             return
-        server._step(generator, active)
+        server._step(run.generator, active)
 
 
 def outcome(queue):
@@ -145,11 +73,11 @@ def outcome(queue):
 def test_row_that_fails_in_prefill_fails_alone(model, server, rows):
     prompts = [prompt_of(12, seed) for seed in range(rows)]
     prompts[-1] = prompts[-1][:-1] + [POISON]
-    generator = make_generator(model)
-    uids = insert(generator, model, prompts)
+    run = Run(model)
+    uids = run.insert(prompts)
     active = activate(uids)
     queues = {uid: info["rqueue"] for uid, info in active.items()}
-    run(server, generator, active)
+    serve_rows(server, run, active)
     count, error = outcome(queues[uids[-1]])
     assert count == 0 and "poisoned row" in str(error)
     for uid in uids[:-1]:
@@ -157,26 +85,26 @@ def test_row_that_fails_in_prefill_fails_alone(model, server, rows):
 
 
 def test_row_that_decodes_survives_a_row_that_fails_in_prefill(model, server):
-    generator = make_generator(model)
-    (one,) = insert(generator, model, [prompt_of(12, 1)], max_tokens=20)
+    run = Run(model)
+    (one,) = run.insert([prompt_of(12, 1)], max_tokens=20)
     active = activate([one])
     first = active[one]["rqueue"]
     while first.qsize() < 3:
-        server._step(generator, active)
-    (two,) = insert(generator, model, [prompt_of(9, 2) + [POISON]])
+        server._step(run.generator, active)
+    (two,) = run.insert([prompt_of(9, 2) + [POISON]])
     active.update(activate([two]))
     second = active[two]["rqueue"]
-    run(server, generator, active)
+    serve_rows(server, run, active)
     assert outcome(first) == (20, None)
     assert "poisoned row" in str(outcome(second)[1])
 
 
 def test_detokenizer_error_stays_with_its_row(model, server):
-    generator = make_generator(model)
-    uids = insert(generator, model, [prompt_of(12, 1), prompt_of(12, 2)])
-    active = activate(uids, {uids[0]: Streamer(fail_at=3)})
+    run = Run(model)
+    uids = run.insert([prompt_of(12, 1), prompt_of(12, 2)])
+    active = activate(uids, {uids[0]: FailingStreamer(fail_at=3)})
     queues = [active[uid]["rqueue"] for uid in uids]
-    run(server, generator, active)
+    serve_rows(server, run, active)
     assert isinstance(outcome(queues[0])[1], ValueError)
     assert outcome(queues[1]) == (8, None)
 
@@ -189,26 +117,24 @@ def test_logits_processor_error_stays_with_its_row(model, server):
 
     args = generation.GenerationArguments(logits_processors=[broken])
     processors = server._make_logits_processors(args)
-    generator = make_generator(model)
-    uids = insert(
-        generator,
-        model,
+    run = Run(model)
+    uids = run.insert(
         [prompt_of(12, 1), prompt_of(12, 2)],
         logits_processors=[processors, None],
     )
     active = activate(uids)
     queues = [active[uid]["rqueue"] for uid in uids]
-    run(server, generator, active)
+    serve_rows(server, run, active)
     assert isinstance(outcome(queues[0])[1], ValueError)
     assert outcome(queues[1]) == (8, None)
 
 
 def test_error_without_a_server_is_raised(model):
-    generator = make_generator(model)
-    insert(generator, model, [[5, POISON]])
+    run = Run(model)
+    run.insert([[5, POISON]])
     with pytest.raises(RuntimeError, match="poisoned row"):
         for _ in range(4):
-            generator.next()
+            run.step()
 
 
 class Reply:

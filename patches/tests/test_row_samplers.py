@@ -1,21 +1,10 @@
 """Each row of a batch is sampled as its own request asks."""
 
-from queue import Queue
-from threading import Lock
-from types import SimpleNamespace
-
-import mlx.core as mx
 import pytest
-from mlx_vlm.models import qwen3
 from mlx_vlm.server import generation
-from mlx_vlm.tests.drafting_fixtures import (
-    LAYER,
-    StopAt,
-    build,
-    build_drafter,
-    build_target,
-    prompt_of,
-)
+from mlx_vlm.tests.drafting_fixtures import build_drafter
+from mlx_vlm.tests.generation_fixtures import MODELS, prompt_of, tiny_model
+from mlx_vlm.tests.server_fixtures import make_loop_server, make_request, tokens_sent
 
 TOP_K = 3
 HOT = {"temperature": 1.5, "seed": 7}
@@ -36,30 +25,6 @@ ASKS = {
 }
 
 
-def build_dense():
-    config = {
-        **LAYER,
-        "model_type": "qwen3",
-        "num_hidden_layers": 2,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
-    return build(qwen3, config)
-
-
-MODELS = {"dense": build_dense, "hybrid": build_target}
-
-
-class Streamer:
-    def __init__(self, *args):
-        pass
-
-    def advance(self, token, finish_reason):
-        return str(token)
-
-
 @pytest.fixture
 def serve(monkeypatch):
     """serve(model, [(after, prompt, settings)]) -> (token, logprob, top) of each request.
@@ -67,11 +32,11 @@ def serve(monkeypatch):
     The server's own loop runs on this thread.  A request is queued when ``after``
     tokens have been emitted for all.
     """
-    monkeypatch.setattr(generation, "_ServerTokenStreamer", Streamer)
-    monkeypatch.setattr(generation, "make_streaming_detokenizer", lambda *args: None)
 
     def run(model, requests, drafter=None, kind=None, max_tokens=12):
-        server = make_server(model, drafter, kind)
+        server = make_loop_server(
+            monkeypatch, model, drafter, kind, top_logprobs_k=TOP_K
+        )
         queued = [
             (after, make_request(prompt, {"max_tokens": max_tokens, **settings}))
             for after, prompt, settings in requests
@@ -96,52 +61,8 @@ def serve(monkeypatch):
     return run
 
 
-def make_server(model, drafter, kind):
-    server = generation.ResponseGenerator.__new__(generation.ResponseGenerator)
-    settings = dict.fromkeys(
-        ("kv_bits", "kv_key_bits", "kv_value_bits", "kv_key_scheme", "kv_value_scheme")
-    )
-    vars(server).update(
-        settings,
-        model=model,
-        processor=SimpleNamespace(stopping_criteria=StopAt()),
-        tokenizer=None,
-        stop_tokens=set(),
-        vision_cache=None,
-        kv_group_size=64,
-        kv_quant_scheme="uniform",
-        quantized_kv_start=0,
-        top_logprobs_k=TOP_K,
-        apc_manager=None,
-        draft_model=drafter,
-        draft_kind=kind,
-        prefill_step_size=64,
-        requests=Queue(),
-        _stop=True,
-        _ready=SimpleNamespace(set=lambda: None),
-        _cancelled=set(),
-        _cancel_lock=Lock(),
-        _initialize_model=lambda: None,
-    )
-    return server
-
-
-def make_request(prompt, settings):
-    return generation.QueuedGenerationRequest(
-        rqueue=Queue(),
-        raw_inputs={"input_ids": mx.array([prompt])},
-        prompt_tokens=len(prompt),
-        args=generation.GenerationArguments(**settings),
-    )
-
-
 def replies_of(queue):
-    items = list(queue.queue)
-    for item in items:
-        if isinstance(item, Exception):
-            raise item
-    tokens = [item for item in items if isinstance(item, generation.StreamingToken)]
-    return [(item.token, item.logprobs, item.top_logprobs) for item in tokens]
+    return [(t.token, t.logprobs, t.top_logprobs) for t in tokens_sent(queue)]
 
 
 def alone(serve, model, prompt, settings, **more):
@@ -163,7 +84,7 @@ def assert_same(reply, want):
 @pytest.mark.parametrize("case", ASKS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_that_joins_is_sampled_as_it_asks(serve, name, case):
-    model = MODELS[name]()
+    model = tiny_model(name)
     requests = [(0, prompt_of(20, 1), HOT), (5, prompt_of(13, 2), ASKS[case])]
     wants = [alone(serve, model, *request[1:]) for request in requests]
     for reply, want in zip(serve(model, requests), wants, strict=True):
@@ -173,7 +94,7 @@ def test_a_row_that_joins_is_sampled_as_it_asks(serve, name, case):
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_one_prompt_batch(serve, name):
     """Also their first tokens, and what is left when some of them end."""
-    model = MODELS[name]()
+    model = tiny_model(name)
     cases = ("seed", "greedy", "logprobs", "top_p", "seed", "greedy", "min_p", "top_k")
     requests = [
         (0, prompt_of(9 + seed, seed), {**ASKS[case], "max_tokens": 4 + seed})
@@ -185,7 +106,7 @@ def test_rows_of_one_prompt_batch(serve, name):
 
 
 def test_log_probabilities_are_for_those_who_ask(serve):
-    model = build_dense()
+    model = tiny_model("dense")
     pair = [(0, prompt_of(20, 1), GREEDY), (4, prompt_of(13, 2), ASKS["logprobs"])]
     for requests in (pair, [(0, *pair[1][1:]), (4, *pair[0][1:])]):
         for reply, (_, _, settings) in zip(
@@ -207,17 +128,20 @@ def test_rows_that_agree_are_sampled_by_one_sampler(serve, monkeypatch):
 
     monkeypatch.setattr(sampler, "sample_target", noted)
     three = [prompt_of(11 + seed, seed) for seed in range(3)]
-    serve(build_dense(), [(0, prompt, HOT) for prompt in three])
+    serve(tiny_model("dense"), [(0, prompt, HOT) for prompt in three])
     assert set(rows) == {3}
     rows.clear()
     settings = (HOT, GREEDY, HOT)
-    serve(build_dense(), [(0, *row) for row in zip(three, settings, strict=True)])
+    serve(
+        tiny_model("dense"),
+        [(0, *row) for row in zip(three, settings, strict=True)],
+    )
     assert set(rows) == {2}
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle3", "dflash"])
 def test_with_a_draft_model(serve, kind):
-    model = build_target()
+    model = tiny_model("hybrid")
     requests = [
         (0, prompt_of(20, 1), HOT),
         (0, prompt_of(13, 2), GREEDY),
@@ -229,7 +153,7 @@ def test_with_a_draft_model(serve, kind):
 
 
 def test_rows_that_agree_are_drafted_together(serve):
-    model = build_target()
+    model = tiny_model("hybrid")
     requests = [(0, prompt_of(20 + seed, seed), HOT) for seed in range(2)]
     wants = [alone(serve, model, *request[1:]) for request in requests]
     drafter = build_drafter("mtp")

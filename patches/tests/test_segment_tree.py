@@ -1,81 +1,28 @@
 """The prefix cache is a tree of segments, whatever the model's layers are."""
 
-from types import SimpleNamespace
-
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 from mlx_vlm.apc import APCManager
-from mlx_vlm.generate.ar import BatchGenerator
-from mlx_vlm.models import qwen3, qwen3_5_text
+from mlx_vlm.models import qwen3
+from mlx_vlm.tests.generation_fixtures import (
+    DENSE,
+    Run,
+    build_model,
+    prompt_of,
+    tiny_model,
+)
 
-DENSE = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 96,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-}
-HYBRID = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "full_attention_interval": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 96,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "type": "default",
-        "mrope_section": [1, 1, 0],
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25,
-    },
-}
 START = 1  # the token that opens each message
-
-
-class NeverStop:
-    def add_eos_token_ids(self, ids):
-        pass
-
-    def __call__(self, token):
-        return False
-
-
-def build_model(module, config):
-    """A random model; wide weights, so that greedy text varies."""
-    mx.random.seed(0)
-    model = module.Model(module.ModelConfig.from_dict(config))
-    model.update(tree_map(lambda w: w * 3 if w.ndim > 1 else w, model.parameters()))
-    mx.eval(model.parameters())
-    return model
 
 
 @pytest.fixture(scope="module")
 def dense():
-    return build_model(qwen3, DENSE)
+    # Heads of 32, so that keys and values can be packed in groups of 32.
+    return build_model(qwen3, {**DENSE, "num_hidden_layers": 3, "head_dim": 32})
 
 
 @pytest.fixture(scope="module")
 def hybrid():
-    return build_model(qwen3_5_text, HYBRID)
+    return tiny_model("hybrid")
 
 
 @pytest.fixture(params=["dense", "hybrid"])
@@ -95,49 +42,18 @@ def manager():
     return make_manager()
 
 
-def make_generator(model, manager=None, **kwargs):
-    tokenizer = SimpleNamespace(stopping_criteria=NeverStop(), all_special_ids=[START])
-    return BatchGenerator(
-        model.language_model,
-        tokenizer,
-        apc_manager=manager,
-        prefill_step_size=16,
-        **kwargs,
-    )
+def start(model, manager=None, **options):
+    return Run(model, manager, special_ids=[START], **options)
 
 
-def insert(generator, model, prompts, max_tokens=8):
-    kwargs = []
-    for prompt in prompts:
-        inputs = model.get_input_embeddings(mx.array([prompt])).to_dict()
-        inputs = {key: value for key, value in inputs.items() if value is not None}
-        kwargs.append({**inputs, "_apc_semantic_hash": 1})
-    return generator.insert(prompts, max_tokens=max_tokens, prompt_kwargs=kwargs)
-
-
-def drain(generator, steps=400):
-    """Run the generator; ({uid: tokens}, {uid: cached tokens of its prompt})."""
-    tokens, cached = {}, {}
-    for _ in range(steps):
-        if not generator.has_work:
-            break
-        progress, responses = generator.next()
-        cached.update({p.uid: p.cached_tokens for p in progress})
-        for response in responses:
-            tokens.setdefault(response.uid, []).append(response.token)
-    return tokens, cached
-
-
-def run(model, manager, prompts, max_tokens=8, **kwargs):
+def run(model, manager, prompts, max_tokens=8, **options):
     """Tokens and restored lengths of prompts that arrive at once, in their order."""
-    generator = make_generator(model, manager, **kwargs)
-    uids = insert(generator, model, prompts, max_tokens)
-    tokens, cached = drain(generator)
-    return [tokens[uid] for uid in uids], [cached[uid] for uid in uids]
+    return start(model, manager, **options).ask(*prompts, max_tokens=max_tokens)
 
 
 def text(length, seed):
-    return [(7 * i * i + 3 * i + 11 * seed) % 90 + 3 for i in range(length)]
+    """Tokens of which none opens a message."""
+    return [token + START for token in prompt_of(length, seed)]
 
 
 def chat(*messages):
@@ -229,11 +145,11 @@ def test_prompt_beyond_the_budget_evicts_nobody(model):
 
 def test_cancelled_prefill_keeps_its_chunks(model, manager):
     prompt = text(80, 1)
-    generator = make_generator(model, manager)
-    (uid,) = insert(generator, model, [prompt])
+    cancelled = start(model, manager)
+    (uid,) = cancelled.insert([prompt])
     for _ in range(3):
-        generator.next()
-    assert generator.remove(uid)
+        cancelled.step()
+    assert cancelled.generator.remove(uid)
     tokens, (cached,) = run(model, manager, [prompt])
     assert 32 <= cached < 80
     assert tokens == run(model, None, [prompt])[0]
@@ -241,11 +157,11 @@ def test_cancelled_prefill_keeps_its_chunks(model, manager):
 
 def test_failed_chunk_stores_what_was_whole(dense, manager):
     prompt = text(80, 1)
-    generator = make_generator(dense, manager)
-    insert(generator, dense, [prompt])
-    generator.next()
-    generator.next()
-    batch = generator._prompt_batch
+    broken = start(dense, manager)
+    broken.insert([prompt])
+    broken.step()
+    broken.step()
+    batch = broken.generator._prompt_batch
 
     def fail(*args, **kwargs):
         raise RuntimeError("no memory")
@@ -272,12 +188,7 @@ def test_quantized_keys_and_values_stay_packed(dense, manager, rows):
 def test_salts_share_nothing(model, manager):
     prompt = text(40, 1)
     run(model, manager, [prompt])
-    generator = make_generator(model, manager)
-    inputs = model.get_input_embeddings(mx.array([prompt])).to_dict()
-    inputs = {key: value for key, value in inputs.items() if value is not None}
-    kwargs = [{**inputs, "_apc_semantic_hash": 2}]
-    (uid,) = generator.insert([prompt], max_tokens=2, prompt_kwargs=kwargs)
-    assert drain(generator)[1][uid] == 0
+    assert start(model, manager).ask(prompt, max_tokens=2, salt=2)[1] == [0]
 
 
 def test_nothing_is_held_after_requests_and_clear(model, manager):

@@ -2,14 +2,12 @@
 
 import pytest
 from mlx_vlm.tests.drafting_fixtures import (
-    BLOCK,
     DRAFTERS,
-    Run,
     build_drafter,
     build_target,
-    make_manager,
-    prompt_of,
+    drafted,
 )
+from mlx_vlm.tests.generation_fixtures import make_manager, prompt_of
 
 
 @pytest.fixture(params=list(DRAFTERS))
@@ -20,17 +18,6 @@ def kind(request):
 @pytest.fixture
 def model():
     return build_target()
-
-
-def drafted(model, drafter, kind, manager=None, **more):
-    return Run(
-        model,
-        manager,
-        draft_model=drafter,
-        draft_kind=kind,
-        draft_block_size=BLOCK,
-        **more,
-    )
 
 
 def alone(model, kind, prompt, max_tokens):
@@ -50,8 +37,7 @@ def test_a_newcomer_is_served_beside_a_running_reply(model, kind):
     drafter = build_drafter(kind)
     run = drafted(model, drafter, kind)
     (first,) = run.insert(prompts[:1], max_tokens=40)
-    while first not in run.said:
-        run.step()
+    run.step_until_said(first)
     (second,) = run.insert(prompts[1:], max_tokens=6)
     # A chunk of 16, one of 3, and the last column, each with a round of the other.
     for _ in range(3):
@@ -95,11 +81,9 @@ def test_an_error_in_a_round_fails_its_own_batch(model, kind):
     run = drafted(model, build_drafter(kind), kind)
     run.generator.row_faults = []
     (first,) = run.insert(prompts[:1], max_tokens=20)
-    while first not in run.said:
-        run.step()
+    run.step_until_said(first)
     (second,) = run.insert(prompts[1:], max_tokens=6)
-    while second not in run.said:
-        run.step()
+    run.step_until_said(second)
 
     def fail(*args, **kwargs):
         raise RuntimeError("planted")
@@ -127,7 +111,7 @@ def test_chunks_are_smaller_beside_running_rows(model, monkeypatch):
     from mlx_vlm.generate import speculative_turns
 
     monkeypatch.setattr(speculative_turns, "CHUNK_BESIDE_ROWS", 8)
-    run = drafted(model, build_drafter("mtp"), "mtp", step=64)
+    run = drafted(model, build_drafter("mtp"), "mtp", prefill_step_size=64)
     run.insert([prompt_of(40, 1)], max_tokens=30)
     run.step()
     assert run.generator._prompt_batch.prefill_step_size == 64

@@ -292,11 +292,17 @@ def test_a_proxys_secret_fits_into_a_header(monkeypatch, tmp_path, content):
 
 
 def test_settings_that_can_be(monkeypatch, secret_file):
+    """They pass, and what they say holds."""
     headers.check_settings()
+    assert tenant_of(("x-apc-tenant", "acme")) == "acme"
     monkeypatch.setenv(headers.HEADER_NAME, "X-Scope-OrgID")
     monkeypatch.setenv(headers.PROXY_SECRET_FILE, secret_file)
     monkeypatch.setenv(core.KEY_FILE, secret_file)
     headers.check_settings()
+    sent, secret = ("x-scope-orgid", "acme"), ("x-apc-proxy-secret", SECRET)
+    assert tenant_of(sent, secret) == "acme"
+    assert refused(sent)[0] == 403
+    assert f"{core.tenant_salt('acme', 5):064x}" == KNOWN
 
 
 def test_other_connections_pass():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,36 @@ def test_patched_tree_imports_its_own_modules(steps, trees):
     )
     assert done.returncode == 0, done.stderr
     assert str(folder) in done.stdout
+
+
+def test_each_test_has_what_it_imports(steps):
+    """Beside it in the tree; a patch that leaves one of the files to an earlier patch says so."""
+    brought: dict[str, str] = {}
+    for step in steps:
+        there = {path for path in step.after if path.startswith("mlx_vlm/tests/")}
+        brought |= dict.fromkeys(there - set(brought), step.filename)
+        test = f"mlx_vlm/tests/{patch_series.test_of(step.change)}"
+        assert test in there
+        for path in there | set(step.borrowed):
+            source = patch_series.ROOT / patch_series.TESTS / Path(path).name
+            text = patch_tree.formatted(source.read_text())
+            assert step.after.get(path, text) == text
+            siblings = {
+                name.replace(".", "/") + ".py"
+                for name in patch_tree.imported_names(text)
+                if name.startswith("mlx_vlm.tests.") and name.count(".") == 2
+            }
+            assert siblings <= there | set(step.borrowed), path
+        head = " ".join(patch_series.header(step).split())
+        for path, patch in step.borrowed.items():
+            assert brought[path] == patch != step.filename
+            assert f"{path} of {patch}" in head
+
+
+def test_fixtures_that_no_test_imports_are_none(steps):
+    present = {path.name for path in (patch_series.ROOT / "patches/tests").glob("*.py")}
+    carried = {Path(path).name for step in steps for path in step.after}
+    assert present <= carried
 
 
 # -- the tools, on small texts ----------------------------------------------------
@@ -274,6 +305,26 @@ def test_import_of_a_file_that_no_patch_brings_is_refused():
     source, target = "mlx_vlm_cacheplus/core/one.py", "mlx_vlm/one.py"
     with pytest.raises(PatchProblem, match="which no patch up to here brings"):
         patch_tree.as_upstream(text, source, target, {source: target})
+
+
+def test_fixtures_of_fixtures_come_along(tmp_path, monkeypatch):
+    """However they are imported, and once."""
+    folder = tmp_path / patch_series.TESTS
+    folder.mkdir(parents=True)
+    texts = {
+        "test_a": "import os\nfrom mlx_vlm.tests.one import x\nfrom mlx_vlm.apc import y\n",
+        "one": "from mlx_vlm.tests import two\n",
+        "two": "import mlx_vlm.tests.one\n",
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.setattr(patch_series, "ROOT", tmp_path)
+    assert patch_series.with_fixtures("test_a.py") == ["test_a.py", "one.py", "two.py"]
+    (folder / "two.py").unlink()
+    with pytest.raises(
+        PatchProblem, match=r"imports patches/tests/two\.py, which is not"
+    ):
+        patch_series.with_fixtures("test_a.py")
 
 
 def test_lint_sees_a_missing_an_extra_and_a_blank(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,17 @@ def test_every_text_is_a_selection_or_one_line(text):
         assert len(str(problem).splitlines()) == 1 and str(problem).isprintable()
 
 
-@given(st.text(max_size=20))
+def refusal(environ: dict[str, str]) -> str | None:
+    """What is said against these settings of the prefix cache; None where they will do."""
+    try:
+        settings.check_prefix_cache(environ, "--cacheplus")
+    except UsageError as problem:
+        return str(problem)
+    return None
+
+
+# Any text at all is a number once in a blue moon.
+@given(st.text(max_size=20) | st.integers().map(str) | st.floats().map(str))
 def test_every_text_is_a_setting_or_an_error(text):
     for name in (
         *settings.APC_INTEGERS,
@@ -62,13 +73,18 @@ def test_every_text_is_a_setting_or_an_error(text):
         "APC_ENABLED",
         "APC_DISK_ENABLED",
     ):
-        try:
-            settings.check_prefix_cache({name: text}, "--cacheplus")
-        except UsageError as problem:
-            assert name in str(problem)
+        problem = refusal({name: text})
+        if problem is not None:
+            assert name in problem
+        elif name in settings.APC_INTEGERS:
+            assert int(text) >= settings.APC_INTEGERS[name]
+        elif name in settings.APC_NUMBERS_OR_EMPTY:
+            assert text == "" or float(text) >= 0
+        else:
+            assert text.lower() in settings.STOCK_TRUE | settings.STOCK_FALSE
 
 
-def test_what_stock_takes_is_taken():
+def test_what_stock_takes_is_taken(monkeypatch):
     taken = {
         "APC_ENABLED": "TRUE",
         "APC_DISK_ENABLED": "no",
@@ -79,7 +95,16 @@ def test_what_stock_takes_is_taken():
         "APC_DISK_PATH": "",
         "APC_SOMETHING_NEW": "x",
     }
-    settings.check_prefix_cache(taken, "--cacheplus")
+    assert refusal(taken) is None
+    assert "APC_BLOCK_SIZE" in str(refusal({**taken, "APC_BLOCK_SIZE": "32.5"}))
+    for name, text in taken.items():
+        monkeypatch.setenv(name, text)
+    config = importlib.import_module("mlx_vlm.server.runtime_config")
+    read = config.RuntimeConfig.from_env()
+    assert (read.apc_enabled, read.apc_disk_enabled) == (True, False)
+    assert (read.apc_block_size, read.apc_checkpoint_entries) == (32, 0)
+    assert (read.apc_disk_max_gb, read.apc_memory_max_gb) == (None, 1.5)
+    assert read.apc_disk_path == ""
 
 
 def test_requirements_come_along_in_the_order_of_the_changes():

@@ -2,5 +2,6 @@
 
 ``CORE`` says which core file becomes which upstream file, ``EDITS`` are the call
 sites, applied to the tree as the patches before it left it.  See tools/patch_tree.py.
-``TEST_FIXTURES`` names further files of ``patches/tests`` that go upstream with its test.
+The test that goes upstream with it is patches/tests/test_<change>.py; what that imports
+from ``mlx_vlm.tests`` comes with it, in the first patch of the series that needs it.
 """

@@ -11,9 +11,6 @@ CORE = {
     "mlx_vlm_cacheplus/core/drafted_replies.py": "mlx_vlm/generate/drafted_replies.py"
 }
 
-# Shared with the tests of the changes that stand on this one.
-TEST_FIXTURES = ("drafting_fixtures.py",)
-
 IMPORT = "from ..generate.drafted_replies import cut_at_row_ends\n"
 CUT_ONE = "            (accepted,), (new_tokens,) = cut_at_row_ends([accepted], [new_tokens])\n"
 CUT = (
