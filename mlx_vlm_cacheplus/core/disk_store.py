@@ -50,6 +50,7 @@ from .disk_index import (
     unpack,
     walk,
 )
+from .disk_safetensors import header_of
 
 # Of the cap, what an eviction leaves free, so that not every write needs one.
 SLACK = 0.05
@@ -202,9 +203,7 @@ class DiskStore:
         if digest.hexdigest() != name.split("-")[0]:
             return None
         try:
-            length = int.from_bytes(content[:8], "little")
-            metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-            row = json.loads(metadata["row"])
+            row = json.loads(header_of(content).metadata["row"])
             row["root"] = self.root(*row["root"])
             new = New(chunks=(), nbytes=len(content), **row)
         except (ValueError, KeyError, TypeError):

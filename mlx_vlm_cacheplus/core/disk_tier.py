@@ -26,9 +26,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import eviction
-from .disk_format import HostSegment, export_segments, to_segment, to_states
+from .disk_arrays import export_segments, to_segment, to_states
 from .disk_index import COMPANION, Entry, least_recently_used
 from .disk_reader import DiskReader, Found, Load, layout_text
+from .disk_segment import HostSegment
 from .disk_settings import QUEUE_BYTES
 from .disk_store import DiskStore
 from .disk_writer import FAULTS, DiskWriter, Mark, Parcel

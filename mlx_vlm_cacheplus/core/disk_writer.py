@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .disk_folder import Refused
-from .disk_format import HostSegment, path_name, to_file
+from .disk_format import path_name, to_file
 from .disk_index import COMPANION, SPAN, STATE, Entry, New
+from .disk_segment import HostSegment
 from .disk_store import DiskStore
 
 logger = logging.getLogger(__name__)
