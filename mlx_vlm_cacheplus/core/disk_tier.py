@@ -3,7 +3,7 @@
 What the cache in RAM takes in is written behind the requests, and what it has lost, or a
 server that has ended had, is read back before a prompt is looked up.  Segments in RAM are
 split, joined and evicted as they please: on disk a path is kept as it grew, each token
-once, and a :class:`~disk_writer.Mark` on the nodes in RAM says how far.
+once, and a :class:`~disk_parcel.Mark` on the nodes in RAM says how far.
 
 What is promised:
 
@@ -28,11 +28,12 @@ from typing import Any
 from . import eviction
 from .disk_arrays import export_segments, to_segment, to_states
 from .disk_index import COMPANION, Entry, least_recently_used
+from .disk_parcel import Mark, Parcel
 from .disk_reader import DiskReader, Found, Load, layout_text
 from .disk_segment import HostSegment
 from .disk_settings import QUEUE_BYTES
 from .disk_store import DiskStore
-from .disk_writer import FAULTS, DiskWriter, Mark, Parcel
+from .disk_writer import FAULTS, DiskWriter
 from .draft_state import DraftPart
 from .segment_cache import SegmentCache
 from .segment_tree import Node

@@ -17,6 +17,7 @@ CORE = {
     "mlx_vlm_cacheplus/core/disk_segment.py": "mlx_vlm/disk_segment.py",
     "mlx_vlm_cacheplus/core/disk_arrays.py": "mlx_vlm/disk_arrays.py",
     "mlx_vlm_cacheplus/core/disk_format.py": "mlx_vlm/disk_format.py",
+    "mlx_vlm_cacheplus/core/disk_parcel.py": "mlx_vlm/disk_parcel.py",
     "mlx_vlm_cacheplus/core/disk_writer.py": "mlx_vlm/disk_writer.py",
     "mlx_vlm_cacheplus/core/disk_reader.py": "mlx_vlm/disk_reader.py",
     "mlx_vlm_cacheplus/core/disk_tier.py": "mlx_vlm/disk_tier.py",
