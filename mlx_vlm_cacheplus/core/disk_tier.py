@@ -27,7 +27,8 @@ from typing import Any
 
 from . import eviction
 from .disk_arrays import export_segments, to_segment, to_states
-from .disk_index import COMPANION, Entry, least_recently_used
+from .disk_eviction import least_recently_used
+from .disk_index import COMPANION, Entry
 from .disk_parcel import Mark, Parcel
 from .disk_reader import DiskReader, Found, Load, layout_text
 from .disk_segment import HostSegment

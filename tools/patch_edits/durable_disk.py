@@ -10,6 +10,9 @@ SERVER = "mlx_vlm/server/generation.py"
 CORE = {
     "mlx_vlm_cacheplus/core/disk_folder.py": "mlx_vlm/disk_folder.py",
     "mlx_vlm_cacheplus/core/disk_index.py": "mlx_vlm/disk_index.py",
+    "mlx_vlm_cacheplus/core/disk_eviction.py": "mlx_vlm/disk_eviction.py",
+    "mlx_vlm_cacheplus/core/disk_replies.py": "mlx_vlm/disk_replies.py",
+    "mlx_vlm_cacheplus/core/disk_files.py": "mlx_vlm/disk_files.py",
     "mlx_vlm_cacheplus/core/disk_settings.py": "mlx_vlm/disk_settings.py",
     "mlx_vlm_cacheplus/core/disk_store.py": "mlx_vlm/disk_store.py",
     "mlx_vlm_cacheplus/core/disk_identity.py": "mlx_vlm/disk_identity.py",
