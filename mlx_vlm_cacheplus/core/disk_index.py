@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,14 @@ def all_roots(connection: sqlite3.Connection) -> list[tuple[int, str, int, str, 
     return [(number, name, int(salt), *rest) for number, name, salt, *rest in found]
 
 
+def fact(connection: sqlite3.Connection, name: str) -> str | None:
+    """A fact that was noted, or None."""
+    row = connection.execute(
+        "SELECT value FROM facts WHERE name = ?", (name,)
+    ).fetchone()
+    return None if row is None else row[0]
+
+
 def summarize(
     entries: Iterable[Entry], roots: Iterable[tuple[int, str, int, str, str]]
 ) -> list[dict[str, Any]]:
@@ -256,6 +264,20 @@ def entry_of(new: New, name: str, nbytes: int, checksum: bytes, last_use: int) -
     )
 
 
+def note(writer: sqlite3.Connection, facts: Mapping[str, str]) -> None:
+    """Remember facts."""
+    writer.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts.items())
+
+
+def touch(writer: sqlite3.Connection, numbers: Iterable[int], clock: int) -> None:
+    """These entries were used at this time, which is noted too."""
+    writer.executemany(
+        "UPDATE entries SET last_use = ? WHERE number = ?",
+        [(clock, number) for number in numbers],
+    )
+    note(writer, {"clock": str(clock)})
+
+
 def insert(
     writer: sqlite3.Connection, rows: Iterable[tuple[Entry, Sequence[int]]]
 ) -> None:
@@ -267,12 +289,16 @@ def insert(
     )
 
 
-def delete(writer: sqlite3.Connection, entries: Iterable[Entry]) -> None:
-    """Remove rows, and the roots that have none left."""
+def delete(writer: sqlite3.Connection, entries: Iterable[Entry], root: int = 0) -> None:
+    """Remove rows, and the roots that have none left but ``root``."""
     writer.executemany(
         "DELETE FROM entries WHERE number = ?", [(e.number,) for e in entries]
     )
-    writer.execute("DELETE FROM roots WHERE number NOT IN (SELECT root FROM entries)")
+    writer.execute(
+        "DELETE FROM roots WHERE number NOT IN (SELECT root FROM entries) "
+        "AND number != ?",
+        (root,),
+    )
 
 
 def pack(ids: Sequence[int]) -> bytes:

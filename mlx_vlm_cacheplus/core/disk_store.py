@@ -237,25 +237,20 @@ class DiskStore:
 
     def recall(self, name: str) -> str | None:
         """A fact that was noted, or None."""
-        row = self._managing.execute(
-            "SELECT value FROM facts WHERE name = ?", (name,)
-        ).fetchone()
-        return None if row is None else row[0]
+        return disk_index.fact(self._managing, name)
 
     # -- writing ---------------------------------------------------------------------
     def note(self, facts: dict[str, str]) -> None:
         """Remember facts."""
         with self._writer as writer:
-            writer.executemany(
-                "INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items())
-            )
+            disk_index.note(writer, facts)
 
     def keep_reply(self, owner: str, key: bytes, content: bytes) -> None:
         """Remember what a reply's tokens were; the oldest of many go."""
         self.clock += 1
         with self._writer as writer:
             disk_replies.keep(writer, owner, key, content, self.clock)
-            self._touch(writer, ())
+            disk_index.touch(writer, (), self.clock)
 
     def replies(self, owner: str) -> list[bytes]:
         """What was remembered of an owner's replies, the newest last."""
@@ -308,7 +303,7 @@ class DiskStore:
         rows = zip(entries, (file.new.ids for file in files), strict=True)
         with self._writer as writer:
             disk_index.insert(writer, rows)
-            self._touch(writer, used)
+            disk_index.touch(writer, used, self.clock)
         for entry in entries:
             self.entries, self.nbytes = self.entries + 1, self.nbytes + entry.nbytes
             self._last = max(self._last, entry.number)
@@ -318,22 +313,19 @@ class DiskStore:
         """These entries were used now."""
         self.clock += 1
         with self._writer as writer:
-            self._touch(writer, numbers)
+            disk_index.touch(writer, numbers, self.clock)
 
-    def _touch(self, writer: sqlite3.Connection, numbers: Iterable[int]) -> None:
-        writer.executemany(
-            "UPDATE entries SET last_use = ? WHERE number = ?",
-            [(self.clock, number) for number in numbers],
-        )
-        writer.execute(
-            "INSERT OR REPLACE INTO facts VALUES ('clock', ?)", (str(self.clock),)
-        )
+    def drop(
+        self, entries: Iterable[Entry], spoiled: bool = False, root: int = 0
+    ) -> None:
+        """Remove entries; files go after their rows, so that no row is without one.
 
-    def drop(self, entries: Iterable[Entry], spoiled: bool = False) -> None:
-        """Remove entries; files go after their rows, so that no row is without one."""
+        Args:
+            root: a root that stays where nothing of it is left.
+        """
         gone = list(entries)
         with self._writer as writer:
-            disk_index.delete(writer, gone)
+            disk_index.delete(writer, gone, root)
         for entry in gone:
             self.nbytes, self.entries = self.nbytes - entry.nbytes, self.entries - 1
             if spoiled:
@@ -358,7 +350,11 @@ class DiskStore:
         return gone
 
     def make_room(
-        self, nbytes: int, order: Order | None = None, keep: Collection[int] = ()
+        self,
+        nbytes: int,
+        order: Order | None = None,
+        keep: Collection[int] = (),
+        root: int = 0,
     ) -> list[Entry] | None:
         """Remove entries until ``nbytes`` fit; nobody goes where they never would.
 
@@ -366,6 +362,7 @@ class DiskStore:
             order: numbers of what goes first, children before their parents; the least
                 recently used first where it is not given.
             keep: numbers of what stays.
+            root: that of what the room is for; it stays, though nothing may be left of it.
 
         Returns:
             What has gone, or None where it does not fit.
@@ -377,7 +374,7 @@ class DiskStore:
         excess = self.nbytes - max(0, int(self.max_bytes * (1 - SLACK)) - nbytes)
         order = order or least_recently_used
         gone = list(losses(self.all_entries(), excess, order, keep))
-        self.drop(gone)
+        self.drop(gone, root=root)
         self.evictions += len(gone)
         return gone if self.nbytes + nbytes <= self.max_bytes else None
 

@@ -264,17 +264,17 @@ class DiskWriter:
         stored = Stored(*store.walk_to_write(root, parcel.ids))
         news = entries_of(parcel, stored, root, store.reserve, self.note)
         # Where what it stands on has gone, the next one brings the whole path.
-        if news is None or not self._add(news, stored.numbers):
+        if news is None or not self._add(root, news, stored.numbers):
             self._give_up(mark)
             return
         with self._changed:
             mark.numbers = frozenset(stored.numbers | {new.number for new in news})
 
-    def _add(self, news: Sequence[New], below: set[int]) -> bool:
+    def _add(self, root: int, news: Sequence[New], below: set[int]) -> bool:
         """Make room for entries and write them; False, said once, where they never fit."""
         store = self.store
         nbytes = sum(new.nbytes for new in news)
-        gone = store.make_room(nbytes, self._order, below)
+        gone = store.make_room(nbytes, self._order, below, root)
         if gone is None:
             if not self.counts.refused:
                 logger.warning(

@@ -413,6 +413,18 @@ def test_the_cap_keeps_what_is_used(start):
     assert kept[-3:] == [True] * 3 and kept[0] is False
 
 
+def test_the_first_path_of_a_model_finds_a_full_disk(start):
+    """All that is there is another model's, and goes."""
+    other = start("dense", identity="other")
+    other.turn(list(range(200)), [1])
+    other.stop()
+    server = start("dense", max_bytes=other.store.nbytes + 10)
+    server.turn(list(range(50, 60)), [1, 2])
+    server.stop()
+    assert server.store.evictions
+    assert start("dense").ask([*range(50, 60), 1, 2, 0])[0] == 12
+
+
 def test_an_entry_that_never_fits_is_refused_once(start, caplog):
     server = start("dense", max_bytes=3_000)
     server.turn([1, 2], [3])
