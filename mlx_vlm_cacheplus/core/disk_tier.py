@@ -350,9 +350,9 @@ class DiskTier:
 
     def _set_aside(self, entry: Entry) -> None:
         def job(store: DiskStore) -> None:
-            self.writer._gone(store.drop_spoiled(entry))
+            self.writer.gone(store.drop_spoiled(entry))
 
-        self.writer.do(job)
+        self.writer.do(job, first=True)
 
     # -- from any thread ---------------------------------------------------------------
     def flush(self, seconds: float) -> int:
@@ -380,6 +380,7 @@ class DiskTier:
         def job(store: DiskStore) -> None:
             gone.extend(store.all_entries())
             store.drop(gone)
+            self.writer.gone(gone)
             store.forget_replies()
             done.set()
 
@@ -410,7 +411,7 @@ class DiskTier:
                 for root, _ in store.roots(self.identity, salt):
                     spans, _ = store.walk_to_write(root, ids)
                     chosen |= {span.number for span, _ in spans if span.stop > shared}
-            self.writer._gone(store.forget(chosen))
+            self.writer.gone(store.forget(chosen))
 
         self.writer.do(job)
 

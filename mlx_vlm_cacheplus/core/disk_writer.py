@@ -30,6 +30,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
 # Small things that wait while the medium does not answer; more are left out.
 MOST_JOBS = 1024
 
+Job = Callable[[DiskStore], None]
+
 
 @dataclass
 class Counts:
@@ -68,7 +70,8 @@ class DiskWriter:
         self.most_pending_bytes = 0
         self._order, self.note = order, note
         self._parcels: deque[Parcel] = deque()
-        self._jobs: deque[Callable[[DiskStore], None]] = deque()
+        self._first: deque[Job] = deque()
+        self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._busy = False
@@ -95,11 +98,16 @@ class DiskWriter:
             self._marks.add(parcel.mark)
             self._changed.notify_all()
 
-    def do(self, job: Callable[[DiskStore], None]) -> None:
-        """Let the thread that may write do something; faults are its business."""
+    def do(self, job: Job, first: bool = False) -> None:
+        """Let the thread that may write do something; faults are its business.
+
+        Args:
+            first: before the parcels that wait, which could stand on what it removes.
+        """
+        jobs = self._first if first else self._jobs
         with self._changed:
-            if len(self._jobs) < MOST_JOBS:
-                self._jobs.append(job)
+            if len(jobs) < MOST_JOBS:
+                jobs.append(job)
             self._changed.notify_all()
 
     def know(self, mark: Mark) -> None:
@@ -117,7 +125,7 @@ class DiskWriter:
         deadline = time.monotonic() + seconds
         with self._changed:
             self._changed.notify_all()
-            while self._parcels or self._jobs or self._busy:
+            while self._waits() or self._busy:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._thread.is_alive():
                     return False
@@ -131,6 +139,7 @@ class DiskWriter:
             self._closing = True
             left = self.pending_bytes
             self._parcels.clear()
+            self._first.clear()
             self._jobs.clear()
             self._changed.notify_all()
         self._thread.join(1.0)
@@ -149,12 +158,11 @@ class DiskWriter:
         pause = FIRST_PAUSE
         while True:
             with self._changed:
-                while not (self._parcels or self._jobs or self._closing):
+                while not (self._waits() or self._closing):
                     self._changed.wait()
                 if self._closing:
                     return
-                parcel = self._parcels[0] if self._parcels else None
-                job = self._jobs.popleft() if parcel is None else None
+                job, parcel = self._next()
                 self._busy = True
             try:
                 fine = self._attempt(job, parcel)
@@ -170,9 +178,18 @@ class DiskWriter:
                     self._changed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _attempt(
-        self, job: Callable[[DiskStore], None] | None, parcel: Parcel | None
-    ) -> bool:
+    def _waits(self) -> bool:
+        return bool(self._first or self._parcels or self._jobs)
+
+    def _next(self) -> tuple[Job | None, Parcel | None]:
+        """A job, or the parcel at the head of the queue, which stays there."""
+        if self._first:
+            return self._first.popleft(), None
+        if self._parcels:
+            return None, self._parcels[0]
+        return self._jobs.popleft(), None
+
+    def _attempt(self, job: Job | None, parcel: Parcel | None) -> bool:
         """Do one thing; False where the medium did not take it."""
         try:
             ready = self._ready()
@@ -237,7 +254,7 @@ class DiskWriter:
         for mark in marks:
             mark.alive = False
 
-    def _gone(self, entries: Sequence[Entry]) -> None:
+    def gone(self, entries: Sequence[Entry]) -> None:
         """Marks that stood on these entries are true no more."""
         numbers = {entry.number for entry in entries}
         with self._changed:
@@ -285,7 +302,7 @@ class DiskWriter:
             self.counts.refused += 1
             return False
         if gone:
-            self._gone(gone)
+            self.gone(gone)
         entries = store.add(news, below) if news else []
         self.counts.entries += len(entries)
         self.counts.written_bytes += sum(entry.nbytes for entry in entries)

@@ -352,6 +352,28 @@ def test_spoiled_files_are_read_anew(start, caplog):
     assert server.ask([*prompt, *reply, 1, 2, 3])[0] == len(prompt) + len(reply) + 2
 
 
+def test_what_is_spoiled_goes_before_what_waits_is_written(start, monkeypatch):
+    """What waits would stand on it, and go with it."""
+    talk = session(3)
+    server = start("hybrid")
+    for prompt, reply in talk:
+        server.turn(prompt, reply)
+    server.stop()
+    victim = max(server_entries(server), key=lambda e: e.start)
+    path = server.store.folder.path / ENTRIES / victim.name
+    path.write_bytes(path.read_bytes()[::-1])
+    server = start("hybrid")
+    gate = Gate(monkeypatch)
+    server.turn([39, 39, 39], [39])
+    assert gate.entered.wait(SECONDS)
+    ids = [*talk[-1][0], *talk[-1][1], 1]
+    assert server.turn(ids, [2]) == victim.start
+    gate.open.set()
+    server.flush()
+    server.stop()
+    assert start("hybrid").ask([*ids, 2, 3])[0] == len(ids) + 1
+
+
 def server_entries(server):
     server.store.open()
     entries = server.store.all_entries()
@@ -479,6 +501,24 @@ def test_clear_leaves_nothing(start):
     server.turn([1, 2, 3], [4])
     server.stop()
     assert start("dense").ask([1, 2, 3, 4, 5])[0] == 4
+
+
+def test_what_was_written_while_the_disk_was_cleared_is_written_again(
+    start, monkeypatch
+):
+    server = start("dense")
+    real = server.tier.writer.do
+
+    def do(job):
+        server.turn([1, 2, 3], [4])
+        real(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.tier.writer, "do", do)
+        assert server.tier.clear(SECONDS) > 0
+    server.turn([1, 2, 3, 4, 5], [6])
+    server.stop()
+    assert start("dense").ask([1, 2, 3, 4, 5, 6, 7])[0] == 6
 
 
 @pytest.mark.parametrize("step", ["fsync", "rename"])
