@@ -28,6 +28,25 @@ def least_recently_used(entries: list[Entry]) -> Iterator[int]:
                 heappush(queue, (parent.last_use, next(tie), parent))
 
 
+def foreign_first(entries: list[Entry], mine: Collection[int]) -> Iterator[int]:
+    """Other models' paths, then prompts that nobody extended, then the rest.
+
+    Args:
+        mine: numbers of the roots that are served.
+    """
+    yield from least_recently_used([e for e in entries if e.root not in mine])
+    own = [entry for entry in entries if entry.root in mine]
+    parents = {entry.parent for entry in own}
+    once = {e.number for e in own if not e.parent and e.number not in parents}
+    late = []
+    for number in least_recently_used(own):
+        if number in once:
+            yield number
+        else:
+            late.append(number)
+    yield from late
+
+
 def standing_on(entry: Entry, entries: list[Entry]) -> list[Entry]:
     """All that has this entry below it."""
     children: dict[int, list[Entry]] = {}

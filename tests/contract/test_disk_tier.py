@@ -204,17 +204,17 @@ def test_what_ram_has_lost_comes_back(start):
             before = 0 if not turn else len(talk[turn - 1][0] + talk[turn - 1][1])
             assert server.turn(*talk[turn]) == before
             server.flush()
-    assert server.cache.evictions and server.tier.hits
+    assert server.cache.evictions and server.tier.intake.hits
     assert server.cache.nbytes <= 12_000
 
 
 def test_nothing_is_read_where_ram_has_it_all(start):
     server = start("dense")
-    server.tier._has_more = False
+    server.tier.intake.has_more = False
     server.turn([1, 2, 3], [4])
     assert server.tier.ask([1, 2, 3, 4, 5], 0) is None
     server.cache.clear()
-    assert server.ask([1, 2, 3, 4, 5])[0] == 0 or server.tier.hits == 1
+    assert server.ask([1, 2, 3, 4, 5])[0] == 0 or server.tier.intake.hits == 1
 
 
 class Gate:
@@ -246,7 +246,7 @@ def test_a_slow_disk_holds_nobody_up(start, monkeypatch):
             before = len(prompt) + len(reply)
             assert server.tier.writer.pending_bytes <= limit
     assert gate.entered.wait(SECONDS)
-    assert server.tier._notes and server.tier.writer.counts.parcels == 0
+    assert server.tier.spill.notes and server.tier.writer.counts.parcels == 0
     gate.open.set()
     server.stop()
     server = start("hybrid")
@@ -472,7 +472,7 @@ def test_a_hanging_disk_is_a_miss(start, monkeypatch, caplog):
         server.store, "read", lambda entry: hold.wait(SECONDS) and real(entry)
     )
     assert server.ask([1, 2, 3, 4, 5])[0] == 0
-    assert server.tier.timeouts == 1 and "does not answer" in caplog.text
+    assert server.tier.intake.timeouts == 1 and "does not answer" in caplog.text
     assert server.tier.ask([1, 2, 3, 4, 6], 0) is None, "nobody else waits"
     hold.set()
 

@@ -23,6 +23,9 @@ CORE = {
     "mlx_vlm_cacheplus/core/disk_parcel.py": "mlx_vlm/disk_parcel.py",
     "mlx_vlm_cacheplus/core/disk_writer.py": "mlx_vlm/disk_writer.py",
     "mlx_vlm_cacheplus/core/disk_reader.py": "mlx_vlm/disk_reader.py",
+    "mlx_vlm_cacheplus/core/disk_companions.py": "mlx_vlm/disk_companions.py",
+    "mlx_vlm_cacheplus/core/disk_spill.py": "mlx_vlm/disk_spill.py",
+    "mlx_vlm_cacheplus/core/disk_intake.py": "mlx_vlm/disk_intake.py",
     "mlx_vlm_cacheplus/core/disk_tier.py": "mlx_vlm/disk_tier.py",
     "mlx_vlm_cacheplus/core/disk_coordination.py": "mlx_vlm/disk_coordination.py",
 }
