@@ -2,7 +2,7 @@
 
 A file is eight bytes with the header's length, the header as JSON, and the arrays.  The
 header is made here since the library copies: for 64 MiB of arrays ``serialize`` holds
-128 to 191 MiB more, and other threads up for 80 ms, and ``deserialize`` 128 MiB.
+64 to 128 MiB more, ``deserialize`` 128 MiB, and both hold other threads up meanwhile.
 
 >>> head = pack_header({"a": Array("U8", (2, 3), 6)}, {"key": "value"})
 >>> header = parse_header(head, len(head) + 6)
