@@ -14,9 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core.disk_format import HostSegment, HostState, from_file, to_states
+from ..core.disk_arrays import to_states
+from ..core.disk_format import from_file
 from ..core.disk_index import STATE, Entry
 from ..core.disk_reader import to_layout
+from ..core.disk_segment import HostSegment, HostState
 from ..core.disk_store import DiskStore
 
 ADVICE = "pip install 'mlx-vlm-cacheplus[interop]'"
