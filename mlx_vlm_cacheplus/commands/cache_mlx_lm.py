@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core.disk_arrays import to_states
+from ..core.disk_arrays import to_mlx, to_states
 from ..core.disk_format import from_file
 from ..core.disk_index import STATE, Entry
 from ..core.disk_reader import to_layout
@@ -124,7 +124,9 @@ def _layers(
             raise Unsuitable(f"mlx-lm has no counterpart of a layer that is {kind[0]}")
         leaf = next(leaves)
         sides = zip(*(segment.spans[leaf] for segment in path), strict=True)
-        arrays = [mx.concatenate([p.to_mlx() for p in side], axis=2) for side in sides]
+        arrays = [
+            mx.concatenate([to_mlx(part) for part in side], axis=2) for side in sides
+        ]
         layer = make(library, kind, arrays)
         layer.offset = tokens
         layers.append(layer)
