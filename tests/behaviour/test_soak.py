@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import os
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -20,6 +22,7 @@ SESSIONS, TURNS = 6, 6
 # The long run: more sessions than the cache has room for.
 MANY, LONGER, REQUESTS = 16, 30, 2000
 MOST_MESSAGES = 14
+SEED = int(os.environ.get("CACHEPLUS_SOAK_SEED", "5"))
 # Stock's loop keeps the embeddings of the prompt that it has read last.
 ONE_ROW = 2**18
 GB = 2**30
@@ -172,15 +175,17 @@ def test_two_thousand_requests_of_sixteen_sessions(make_server, model):
     server = make_server(
         model, apc_memory_max_gb=ROOM[model] / GB, env={"PREFILL_STEP_SIZE": "64"}
     )
-    sessions = [Session(server, number, seed=5) for number in range(MANY)]
-    at_rest, kept = [], []
+    sessions = [Session(server, number, SEED) for number in range(MANY)]
+    at_rest, kept, resident = [], [], []
+    began = time.monotonic()
 
     def go_on(session):
         for _ in range(LONGER // TURNS):
             session.run()
             session.compact()
             stats = server.get("/v1/cache/stats")
-            assert stats["resident_bytes"] <= stats["memory_max_bytes"]
+            resident.append(stats["resident_bytes"])
+            assert resident[-1] <= stats["memory_max_bytes"]
         if session is sessions[0]:
             server.post("/v1/cache/reset", {})
 
@@ -192,6 +197,12 @@ def test_two_thousand_requests_of_sixteen_sessions(make_server, model):
             kept.append(replace(session.random.choice(session.replies), record=None))
             session.replies.clear()
         at_rest.append(rested(server))
+        print(
+            f"{model}, seed {SEED}: {sum(session.sent for session in sessions)} requests"
+            f" in {time.monotonic() - began:.0f} s, at most {max(resident)} of "
+            f"{ROOM[model]} bytes stored, at rest {at_rest}",
+            flush=True,
+        )
     assert max(at_rest[1:]) <= at_rest[0] + ONE_ROW, at_rest
-    for reply in random.Random(5).sample(kept, 24):
+    for reply in random.Random(SEED).sample(kept, 24):
         server.assert_cold(reply)
