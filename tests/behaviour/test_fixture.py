@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.fakes import stuck
 from tests.fakes.replies import RequestFailed
 from tests.fakes.server import user
-from tests.fakes.stuck import Watchdog
 
 pytestmark = pytest.mark.guard
 
@@ -92,13 +92,14 @@ def test_what_keeps_a_request_waiting_is_told(make_server, monkeypatch):
     record = server.expect_held(
         "fox yak " * 9, at=3, until=lambda: record.stuck is not None
     )
-    monkeypatch.setattr(server.host, "watchdog", Watchdog(server.host, after=0.2))
+    monkeypatch.setattr(stuck, "PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(server.host, "watchdog", stuck.Watchdog(server.host, 0.2))
     reply = server.chat(ASK, record=record, max_tokens=8)
     assert len(reply.ids) == 8
     report = record.stuck
     assert "cannot be told" not in report
     rows = f"uid {record.uid}, request {id(record.raw_inputs['_rqueue']):x}"
-    assert rows in report and "3, 3) -> " in report
+    assert rows in report and "-- steps of the generation thread\n0 in " in report
     assert f"decoding uids [{record.uid}], tokens [3] of [8]" in report
     stack = report.partition("GENERATION:\n")[2]
     assert "stream_text" in stack.partition("\n\n")[0]

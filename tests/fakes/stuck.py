@@ -20,12 +20,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LOOK_SECONDS = 0.5
-# Between two looks at what must move.
-PAUSE_SECONDS = 1.0
+# Between two looks at what must move: until the generation thread has turned so often, or
+# for so long.
+STEPS = 3
+PAUSE_SECONDS = 5.0
 LOOP_SECONDS = 5.0
+
+
+class Start(NamedTuple):
+    """When a request was sent: the clock in seconds, and the generation thread's steps."""
+
+    at: float
+    ticks: int
 
 
 class Watchdog:
@@ -39,7 +48,7 @@ class Watchdog:
     def __init__(self, host: Any, after: float):
         self._host = host
         self._after = after
-        self._since: dict[Any, float] = {}
+        self._since: dict[str, Start] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -47,7 +56,8 @@ class Watchdog:
     def waiting(self, record: Any) -> Iterator[None]:
         """A request waits for its answer while this is open."""
         with self._lock:
-            self._since[record.key] = time.monotonic()
+            ticks = self._host.recorder.ticks
+            self._since[record.key] = Start(time.monotonic(), ticks)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, daemon=True)
                 self._thread.start()
@@ -68,29 +78,30 @@ class Watchdog:
                 for key in new:
                     records[key].stuck = report
 
-    def _late(self) -> dict[str, float]:
-        """Seconds waited, by key, of the requests that wait for too long."""
-        now = time.monotonic()
+    def _late(self) -> dict[str, Start]:
+        """The requests that wait for too long, by key."""
+        latest = time.monotonic() - self._after
         with self._lock:
-            waited = {key: now - since for key, since in self._since.items()}
-        return {key: s for key, s in waited.items() if s > self._after}
+            return {k: start for k, start in self._since.items() if start.at < latest}
 
 
-def describe(host: Any, late: dict[str, float]) -> str:
-    """Say what the server does; waits PAUSE_SECONDS to see what moves.
+def describe(host: Any, late: dict[str, Start]) -> str:
+    """Say what the server does; waits up to PAUSE_SECONDS to see what moves.
 
     Args:
         host: the in-process server.
-        late: seconds waited by key of record.
+        late: when they were sent, by key of record.
     """
     recorder = host.recorder
     generator = host.runtime.response_generator
-    before = recorder.ticks, dict(_progress(recorder, late))
-    time.sleep(PAUSE_SECONDS)
-    after = recorder.ticks, dict(_progress(recorder, late))
+    began, ticks, before = time.monotonic(), recorder.ticks, _progress(recorder, late)
+    while recorder.ticks < ticks + STEPS and time.monotonic() < began + PAUSE_SECONDS:
+        time.sleep(0.01)
+    pause, steps = time.monotonic() - began, recorder.ticks - ticks
+    after = _progress(recorder, late)
     parts = {
-        "requests": lambda: _requests(recorder, late, before[1], after[1]),
-        "ticks of the generation thread": lambda: f"{before[0]} -> {after[0]}",
+        "requests": lambda: _requests(recorder, late, before, after),
+        "steps of the generation thread": lambda: f"{steps} in {pause:.1f} s",
         "generator": lambda: _generator(generator),
         "rows": lambda: _rows(recorder),
         "batches": lambda: _batches(recorder),
@@ -109,25 +120,23 @@ def _told(part: Callable[[], str]) -> str:
         return f"cannot be told: {type(error).__name__}: {error}"
 
 
-def _progress(recorder: Any, late: dict[str, float]) -> Iterator[tuple[str, tuple]]:
-    for key in late:
-        record = recorder.records.get(key)
-        if record is not None:
-            yield key, (record.prefilled, len(record.ids), record.asked)
+def _progress(recorder: Any, late: dict[str, Start]) -> dict[str, tuple]:
+    """Prompt tokens read, tokens emitted, tokens asked for, by key."""
+    found = {key: recorder.records[key] for key in late if key in recorder.records}
+    return {key: (r.prefilled, len(r.ids), r.asked) for key, r in found.items()}
 
 
 def _requests(recorder: Any, late: dict, before: dict, after: dict) -> str:
     lines = []
-    for key, seconds in late.items():
-        record = recorder.records.get(key)
-        if record is None:
-            continue
+    for key in before.keys() & after.keys() & recorder.records.keys():
+        record, start = recorder.records[key], late[key]
         queue = record.raw_inputs.get("_rqueue")
         lines.append(
-            f"{key}: waits {seconds:.0f} s, uid {record.uid}, request "
-            f"{id(queue):x}, prompt {len(record.prompt_ids)}, "
-            f"(prefilled, emitted, asked) {before.get(key)} -> {after.get(key)}, "
-            f"finish {record.finish_reason}, hold_at {record.hold_at}, in its queue "
+            f"{key}: waits {time.monotonic() - start.at:.0f} s and "
+            f"{recorder.ticks - start.ticks} steps, uid {record.uid}, request "
+            f"{id(queue):x}, prompt {len(record.prompt_ids)}, (prefilled, emitted, "
+            f"asked) {before[key]} -> {after[key]}, finish {record.finish_reason}, "
+            f"hold_at {record.hold_at}, in its queue "
             f"{queue.qsize() if queue is not None else None}"
         )
     return "\n".join(lines)
