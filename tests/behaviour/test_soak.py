@@ -28,7 +28,7 @@ SEED = int(os.environ.get("CACHEPLUS_SOAK_SEED", "5"))
 # a processor, and a reply dozens of steps.
 PATIENCE = 600.0
 # Steps of the generation thread from a request to its last token.
-MOST_STEPS = 200
+MOST_STEPS = 400
 # Stock's loop keeps the embeddings of the prompt that it has read last.
 ONE_ROW = 2**18
 GB = 2**30
