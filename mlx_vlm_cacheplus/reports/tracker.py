@@ -41,7 +41,9 @@ class Tracker:
     def __init__(self, ledger: Ledger, history: TokenHistory | None = None) -> None:
         self.ledger = ledger
         self.history = history or TokenHistory()
-        self._lock = threading.Lock()
+        # One that its owner may take again: a reply that a collection finds is cancelled
+        # in whatever thread allocates, and this one allocates while it holds it.
+        self._lock = threading.RLock()
         self._local = threading.local()
         # (thread of the batch generator, uid) of requests whose clients have gone.
         self._cancelled: set[tuple[int | None, int]] = set()

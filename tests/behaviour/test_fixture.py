@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.fakes import stuck
 from tests.fakes.replies import RequestFailed
 from tests.fakes.server import user
 
@@ -83,3 +84,23 @@ def test_errors_are_told(make_server):
     with pytest.raises(RequestFailed) as failed:
         server.chat([user("fox " * 80)])
     assert failed.value.status == 400
+
+
+def test_what_keeps_a_request_waiting_is_told(make_server, monkeypatch):
+    """The watchdog looks before the client gives up, and names thread, row and task."""
+    server = make_server("dense")
+    record = server.expect_held(
+        "fox yak " * 9, at=3, until=lambda: record.stuck is not None
+    )
+    monkeypatch.setattr(stuck, "PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(server.host, "watchdog", stuck.Watchdog(server.host, 0.2))
+    reply = server.chat(ASK, record=record, max_tokens=8)
+    assert len(reply.ids) == 8
+    report = record.stuck
+    assert "cannot be told" not in report
+    rows = f"uid {record.uid}, request {id(record.raw_inputs['_rqueue']):x}"
+    assert rows in report and "-- steps of the generation thread\n0 in " in report
+    assert f"decoding uids [{record.uid}], tokens [3] of [8]" in report
+    stack = report.partition("GENERATION:\n")[2]
+    assert "stream_text" in stack.partition("\n\n")[0]
+    assert "chat_completions_endpoint" in report.partition("-- event loop")[2]

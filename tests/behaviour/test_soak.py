@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import os
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,11 +17,18 @@ import pytest
 from tests.behaviour.stored import leases
 from tests.fakes.replies import RequestFailed
 from tests.fakes.server import system, user
+from tests.fakes.stuck import Watchdog
 
 SESSIONS, TURNS = 6, 6
 # The long run: more sessions than the cache has room for.
 MANY, LONGER, REQUESTS = 16, 30, 2000
 MOST_MESSAGES = 14
+SEED = int(os.environ.get("CACHEPLUS_SOAK_SEED", "5"))
+# How long a client waits for something: a step takes more than a second where many share
+# a processor, and a reply dozens of steps.
+PATIENCE = 600.0
+# Steps of the generation thread from a request to its last token.
+MOST_STEPS = 400
 # Stock's loop keeps the embeddings of the prompt that it has read last.
 ONE_ROW = 2**18
 GB = 2**30
@@ -45,6 +54,7 @@ class Session:
         rules = system("\n".join([f"Agent {number}.", *lines]))
         self.asked = [rules, user("get: amber")]
         self.replies = []
+        self.most_steps = 0
 
     def run(self, turns: int = TURNS):
         for _ in range(turns):
@@ -69,11 +79,14 @@ class Session:
 
     def ask(self):
         endpoint = self.random.choice(("chat", "responses", "messages"))
+        before = self.server.recorder.ticks
         reply = getattr(self.server, endpoint)(
             self.asked,
             max_tokens=self.random.choice((1, 4, 20, 40)),
             stream=self.random.random() < 0.5,
         )
+        steps = self.server.recorder.ticks - before
+        self.most_steps = max(self.most_steps, steps)
         self.replies.append(reply)
         message = {"role": "assistant", "content": reply.text.strip() or "nothing"}
         self.asked += [message, user(f"get: {self.random.choice(KEYS)}")]
@@ -113,6 +126,13 @@ def biased_rows_raise(monkeypatch):
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def patient_client(host, monkeypatch):
+    """Who is slow is waited for; who is stuck is told why (tests.fakes.stuck)."""
+    monkeypatch.setattr(host, "watchdog", Watchdog(host, after=PATIENCE * 0.75))
+    monkeypatch.setattr(host.client, "timeout", PATIENCE)
 
 
 def rested(server):
@@ -164,23 +184,26 @@ def test_sessions_at_once_with_hang_ups_and_errors(make_server, model):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.change("segment-tree")
+@pytest.mark.usefixtures("patient_client")
 @pytest.mark.parametrize("model", ["dense", "hybrid"])
 def test_two_thousand_requests_of_sixteen_sessions(make_server, model):
     """Within a budget that is short, with hang-ups, retries, compactions and resets."""
     server = make_server(
         model, apc_memory_max_gb=ROOM[model] / GB, env={"PREFILL_STEP_SIZE": "64"}
     )
-    sessions = [Session(server, number, seed=5) for number in range(MANY)]
-    at_rest, kept = [], []
+    sessions = [Session(server, number, SEED) for number in range(MANY)]
+    at_rest, kept, resident = [], [], []
+    began = time.monotonic()
 
     def go_on(session):
         for _ in range(LONGER // TURNS):
             session.run()
             session.compact()
             stats = server.get("/v1/cache/stats")
-            assert stats["resident_bytes"] <= stats["memory_max_bytes"]
+            resident.append(stats["resident_bytes"])
+            assert resident[-1] <= stats["memory_max_bytes"]
         if session is sessions[0]:
             server.post("/v1/cache/reset", {})
 
@@ -192,6 +215,14 @@ def test_two_thousand_requests_of_sixteen_sessions(make_server, model):
             kept.append(replace(session.random.choice(session.replies), record=None))
             session.replies.clear()
         at_rest.append(rested(server))
+        print(
+            f"{model}, seed {SEED}: {sum(session.sent for session in sessions)} requests"
+            f" in {time.monotonic() - began:.0f} s, at most {max(resident)} of "
+            f"{ROOM[model]} bytes stored, at rest {at_rest}, a reply in at most "
+            f"{max(session.most_steps for session in sessions)} steps",
+            flush=True,
+        )
     assert max(at_rest[1:]) <= at_rest[0] + ONE_ROW, at_rest
-    for reply in random.Random(5).sample(kept, 24):
+    assert max(session.most_steps for session in sessions) <= MOST_STEPS
+    for reply in random.Random(SEED).sample(kept, 24):
         server.assert_cold(reply)

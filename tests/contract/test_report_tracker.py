@@ -137,6 +137,28 @@ def test_a_cancel_that_is_tried_again_leaves_no_record_yet():
     assert stage.last()["finish"] == "cancel"
 
 
+def test_a_reply_that_a_collection_finds_is_cancelled_wherever_it_happens():
+    """Its finalizer runs in the thread that allocates, also while that holds the lock."""
+    stage = Stage()
+
+    def compare():
+        stage.queue(0, [1, 2, 3, 4])
+        match = stage.tracker.history.match
+
+        def collecting(*args):
+            stage.cancel(7)
+            return match(*args)
+
+        stage.tracker.history.match = collecting
+        stage.prefill((0, 0))
+
+    thread = threading.Thread(target=compare, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "the thread waits for itself"
+    assert stage.tracker._cancelled == {(threading.get_ident(), 7)}
+
+
 def test_a_row_that_fails_by_itself():
     stage = Stage()
     stage.queue(0, [1, 2, 3])

@@ -19,6 +19,7 @@ import httpx
 from tests.fakes.cold import ColdModel
 from tests.fakes.models import DRAFTERS, NAMES, drafter_dir, model_dir
 from tests.fakes.recorder import Recorder
+from tests.fakes.stuck import Watchdog
 
 REQUEST_SECONDS = float(os.environ.get("CACHEPLUS_REQUEST_SECONDS", "60"))
 
@@ -83,6 +84,7 @@ class Host:
         self._cold: dict[tuple[str, str | None], ColdModel] = {}
         self._cast_loaded_models()
         self._serve()
+        self.watchdog = Watchdog(self, after=REQUEST_SECONDS * 0.75)
         # Stock collects garbage after every request: what is imported by now need not
         # be walked through each time.
         gc.collect()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class Record:
     hold_at: the generation thread stands at this token, once, until ``release()``.
     slow_until: behind it, each token waits a moment for this to become true.
     asked: how many tokens the request's handler has asked for.
+    stuck: what the server did while the request waited too long (see tests.fakes.stuck).
     """
 
     key: str
@@ -54,6 +56,7 @@ class Record:
     release: Callable[[], bool] | None = None
     slow_until: Callable[[], bool] | None = None
     asked: int = 0
+    stuck: str | None = None
 
 
 class Puppet:
@@ -88,6 +91,7 @@ class Recorder:
         self.by_request: dict[str, Record] = {}
         self.decode_calls: list[tuple[int, int]] = []
         self.active: dict[int, Any] | None = None
+        self.batch: Any = None
         self.ticks = 0
         self.gate = 0
         self.gate_reached = threading.Event()
@@ -302,6 +306,7 @@ class Recorder:
         def apply_cancellations(generator: Any, batch: Any, active: Any) -> Any:
             out = original(generator, batch, active)
             self.active = active
+            self.batch = None if batch is None else weakref.ref(batch)
             self.ticks += 1
             return out
 

@@ -13,10 +13,14 @@ from typing import Any
 
 
 class RequestFailed(AssertionError):
-    """The server answered with an error, or did not answer in time."""
+    """The server answered with an error, or did not answer in time.
 
-    def __init__(self, status: int, text: str):
-        super().__init__(f"HTTP {status}: {text[:400]}")
+    stuck: what the server did meanwhile (see tests.fakes.stuck), or None.
+    """
+
+    def __init__(self, status: int, text: str, stuck: str | None = None):
+        report = f"\n{stuck}" if stuck else ""
+        super().__init__(f"HTTP {status}: {text[:400]}{report}")
         self.status = status
         self.text = text
 

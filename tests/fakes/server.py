@@ -150,15 +150,25 @@ class TinyServer:
         if endpoint == "chat" and stream:
             body.setdefault("stream_options", {"include_usage": True})
         try:
-            if stream:
-                events = list(self._events(path, body, headers))
-                reply = getattr(replies, f"{endpoint}_stream")(events)
-            else:
-                answer = self.host.client.post(path, json=body, headers=headers)
-                reply = getattr(replies, f"{endpoint}_reply")(_checked(answer).json())
+            with self.host.watchdog.waiting(record):
+                reply = self._answer(endpoint, path, body, headers)
         except httpx.HTTPError as error:
-            raise RequestFailed(0, f"{type(error).__name__}: {error}") from error
+            problem = f"{type(error).__name__}: {error}"
+            raise RequestFailed(0, problem, record.stuck) from error
         return _with_record(reply, record)
+
+    def _answer(
+        self,
+        endpoint: str,
+        path: str,
+        body: dict[str, Any],
+        headers: dict[str, str] | None,
+    ) -> Reply:
+        if body["stream"]:
+            events = list(self._events(path, body, headers))
+            return getattr(replies, f"{endpoint}_stream")(events)
+        answer = self.host.client.post(path, json=body, headers=headers)
+        return getattr(replies, f"{endpoint}_reply")(_checked(answer).json())
 
     def _body(
         self, body: dict[str, Any], record: Record, stream: bool, more: dict[str, Any]
