@@ -19,9 +19,11 @@ Arrays are touched on the thread that computes alone, which calls everything her
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -74,7 +76,9 @@ class DiskTier:
         self.prefill_rate = 0.0
         self.hits = self.restored_tokens = self.timeouts = 0
         self.reading = False
-        self._notes: dict[tuple[int, tuple[int, ...]], None] = {}
+        # Salt and path; whether its end state is about to be superseded.
+        self._notes: dict[tuple[int, tuple[int, ...]], bool] = {}
+        self._replies: deque[tuple[str, bytes, bytes]] = deque(maxlen=MOST_NOTES)
         self._tried_at = -1
         self._has_more = True
         self._closed = False
@@ -90,15 +94,18 @@ class DiskTier:
     def grown(self, salt: int, ids: Sequence[int], has_states: bool) -> None:
         """The cache holds a path.
 
-        Where a prompt is still read, and could not be resumed here without the end
-        state that its reply will supersede, it is not written yet.
+        Of a prompt that is still read the tokens are written ahead, so that little is
+        left to write when the row ends.  Its end state, which the reply will supersede,
+        is not.
         """
-        if self._closed or (self.reading and has_states):
+        if self._closed:
             return
-        path = tuple(ids)
-        for note in [n for n in self._notes if n[0] == salt and _begins(path, n[1])]:
-            del self._notes[note]
-        self._notes[int(salt), path] = None
+        path, early = tuple(ids), self.reading and has_states
+        for note, before in list(self._notes.items()):
+            # A reply's end state that still waits is not the next prompt's to drop.
+            if note[0] == salt and _begins(path, note[1]) and before >= early:
+                del self._notes[note]
+        self._notes[int(salt), path] = early
         while len(self._notes) > MOST_NOTES:
             del self._notes[next(iter(self._notes))]
         self._tried_at = -1
@@ -115,15 +122,17 @@ class DiskTier:
         """
         if self._distrusted:
             self._forget_everything()
+        if self._replies and not self._notes:
+            self.writer.do(functools.partial(_keep, self._take_replies()))
         if not self._notes or self._tried_at == self.writer.counts.parcels:
             return
         self._tried_at = self.writer.counts.parcels
         if self.writer.reads_only:
             self.writer.do(lambda store: None)  # has the other server gone?
             return
-        for salt, ids in list(self._notes):
+        for (salt, ids), early in list(self._notes.items()):
             try:
-                if not self._spill(salt, ids):
+                if not self._spill(salt, ids, early):
                     return
             except Exception as error:
                 logger.warning("Not kept on disk: %s", error, exc_info=True)
@@ -147,6 +156,7 @@ class DiskTier:
     def _forget_everything(self) -> None:
         self._distrusted = False
         self._notes.clear()
+        self._replies.clear()
         self.cache.clear()
 
     @property
@@ -154,15 +164,18 @@ class DiskTier:
         """Whether nothing is read or written any more."""
         return self._closed
 
-    def _spill(self, salt: int, ids: tuple[int, ...]) -> bool:
-        """Hand over what the disk lacks of a path; False where the queue is full."""
+    def _spill(self, salt: int, ids: tuple[int, ...], early: bool) -> bool:
+        """Hand over what the disk lacks of a path; False where the queue is full.
+
+        early: without the state at its end, unless that is the first one of the path.
+        """
         with self.cache.lock:
             layout, nodes = self._path(salt, ids)
             if not nodes:
                 return True
             known = _known(nodes)
             stop = nodes[-1].end
-            states = _states_to_keep(nodes)
+            states = _states_to_keep(nodes, early)
             part = self._part_of(nodes[-1])
             renewed = part if known.part != part else ""
             if known.stop >= stop and not states and not renewed:
@@ -189,10 +202,14 @@ class DiskTier:
             for node in nodes:
                 node.stored = mark
         root = (self.identity, salt, layout_text(layout))
-        self.writer.put(
-            Parcel(root, ids[:stop], parts, mark, nbytes, turns, self._session(nodes))
-        )
+        about = (turns, self._session(nodes), self._take_replies())
+        self.writer.put(Parcel(root, ids[:stop], parts, mark, nbytes, *about))
         return True
+
+    def _take_replies(self) -> tuple[tuple[str, bytes, bytes], ...]:
+        taken = tuple(self._replies)
+        self._replies.clear()
+        return taken
 
     def _path(self, salt: int, ids: Sequence[int]) -> tuple[tuple, list[Node]]:
         """Layout and nodes of the longest path along ``ids``."""
@@ -228,7 +245,7 @@ class DiskTier:
     def keep_reply(self, owner: str, key: bytes, content: bytes) -> None:
         """Remember the tokens of a reply, which its text alone does not give back."""
         if not self._closed:
-            self.writer.do(lambda store: store.keep_reply(owner, key, content))
+            self._replies.append((owner, key, content))
 
     def order(self, entries: list[Entry]) -> Iterable[int]:
         """What goes first: other models' paths, prompts that nobody extended, the rest."""
@@ -358,7 +375,7 @@ class DiskTier:
         The thread that computes goes on meanwhile, and hands over what waits there.
         """
         deadline = time.monotonic() + seconds
-        while self._notes and time.monotonic() < deadline:
+        while (self._notes or self._replies) and time.monotonic() < deadline:
             if self.writer.reads_only:
                 return 0  # what is another server's to keep
             time.sleep(0.02)
@@ -381,6 +398,7 @@ class DiskTier:
             done.set()
 
         self._notes.clear()
+        self._replies.clear()
         self.writer.forget_all()
         self.writer.do(job)
         if not done.wait(seconds):
@@ -446,6 +464,7 @@ class DiskTier:
         if self.cache.tier is None:
             return
         deadline = time.monotonic() + seconds
+        self.tick()
         while self._notes and time.monotonic() < deadline:
             self._tried_at = -1
             self.tick()
@@ -498,6 +517,11 @@ def _shaped(found: Found, part: Found | None, with_states: bool) -> HostSegment:
     )
 
 
+def _keep(replies: Sequence[tuple[str, bytes, bytes]], store: DiskStore) -> None:
+    for reply in replies:
+        store.keep_reply(*reply)
+
+
 def _begins(path: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return path[: len(other)] == other
 
@@ -518,9 +542,14 @@ def _known(nodes: Sequence[Node]) -> Mark:
     return Mark(0)
 
 
-def _states_to_keep(nodes: Sequence[Node]) -> frozenset[int]:
-    """Ends of the path's nodes whose states belong on disk and are not there."""
+def _states_to_keep(nodes: Sequence[Node], early: bool) -> frozenset[int]:
+    """Ends of the path's nodes whose states belong on disk and are not there.
+
+    early: what ends the path is about to be superseded.
+    """
     holding = [node for node in nodes if node.payload.states is not None]
+    if early and holding[1:] and holding[-1] is nodes[-1]:
+        holding.pop()
     return frozenset(
         node.end
         for place, node in enumerate(holding)

@@ -63,6 +63,7 @@ class Parcel:
             ``whole`` come for their states, or another model's part, alone.
         mark: set to what became of it.
         nbytes: about how much of it goes to disk.
+        replies: what ended meanwhile; see ``DiskStore.keep_reply``.
     """
 
     root: tuple[str, int, str]
@@ -72,6 +73,7 @@ class Parcel:
     nbytes: int
     turns: tuple[int, ...] = ()
     session: str = ""
+    replies: tuple[tuple[str, bytes, bytes], ...] = ()
 
 
 @dataclass
@@ -303,6 +305,8 @@ class DiskWriter:
     # -- one path ----------------------------------------------------------------------
     def _write(self, parcel: Parcel) -> None:
         store, ids, mark = self.store, parcel.ids, parcel.mark
+        for reply in parcel.replies:
+            store.keep_reply(*reply)
         root = store.root(*parcel.root, self.note)
         spans, extra = store.walk_to_write(root, ids)
         covered = spans[-1][1] if spans else 0

@@ -77,6 +77,14 @@ class Server:
         self.cache.check_invariants()
         return restored
 
+    def end(self, prompt, reply):
+        """Write the reply of a prompt that ``turn`` has read without one."""
+        ids = [*prompt, *reply]
+        restored, row = self.ask(ids)
+        self.layout.feed(row, [ids[restored:]])
+        self.cache.commit(ids, 0, row, 0)
+        self.tier.tick()
+
     def flush(self):
         self.tier.tick()
         assert self.tier.writer.flush(SECONDS)
@@ -148,6 +156,23 @@ def test_each_token_is_written_once_and_one_state_a_turn(start, layout):
     assert arrays <= 1.2 * (kv + created)
     tokens = sum(e.stop - e.start for e in server.store.all_entries())
     assert tokens == len(prompt) + len(reply)
+
+
+@pytest.mark.parametrize("layout", ["dense", "hybrid", "recurrent"])
+def test_a_prompt_is_written_while_its_reply_is(start, layout):
+    """At the end the reply's tokens and its end state are left to write."""
+    server = start(layout)
+    for prompt, reply in session(5):
+        server.turn(prompt, reply[:0])
+        server.flush()
+        before = server.store.all_entries()
+        assert max(e.stop for e in before) == len(prompt)
+        server.end(prompt, reply)
+        server.flush()
+        numbers = {e.number for e in before}
+        (added,) = [e for e in server.store.all_entries() if e.number not in numbers]
+        assert (added.start, added.stop) == (len(prompt), len(prompt) + len(reply))
+        assert added.has_state == (layout != "dense")
 
 
 def test_paths_that_part(start):
@@ -255,6 +280,31 @@ def test_a_slow_disk_holds_nobody_up(start, monkeypatch):
         assert server.ask([*prompt, *reply, 0])[0] == before
 
 
+def test_a_reply_is_spelled_as_it_was_however_early_the_kill(start, monkeypatch):
+    """Its tokens are there once its path is written, before anything is forced."""
+    server = start("hybrid")
+    server.turn([1, 2, 3, 4, 5], [])
+    server.flush()
+    gate = Gate(monkeypatch)
+    server.tier.keep_reply("owner", b"key", b"tokens")
+    server.end([1, 2, 3, 4, 5], [6, 7])
+    assert gate.entered.wait(SECONDS)
+    other = DiskStore(server.store.folder.path)
+    other.open()
+    assert other.replies("owner") == [b"tokens"]
+    other.close()
+    gate.open.set()
+
+
+def test_a_reply_alone_is_kept(start):
+    """Its path may be on disk already."""
+    server = start("dense")
+    server.tier.keep_reply("owner", b"key", b"tokens")
+    server.stop()
+    server = start("dense")
+    assert server.store.replies("owner") == [b"tokens"]
+
+
 def test_what_is_left_at_the_end_is_said(start, monkeypatch, caplog):
     server = start("hybrid")
     server.turn([1, 2, 3], [4])
@@ -263,7 +313,7 @@ def test_what_is_left_at_the_end_is_said(start, monkeypatch, caplog):
     server.turn([1, 2, 3, 4, 5], [6])
     assert gate.entered.wait(SECONDS)
     server.tier.close(0.0)
-    assert "Not written to disk in 0 s: 1 paths" in caplog.text
+    assert "Not written to disk in 0 s: 2 paths" in caplog.text, "prompt and reply"
     gate.open.set()
     server.tier.writer._thread.join(SECONDS)
     server = start("hybrid")
@@ -474,6 +524,7 @@ def test_a_whole_file_without_a_row_is_taken_in(start, monkeypatch, tmp_path, st
     """Killed between the last byte of a file and its row: nothing is lost."""
     server = start("hybrid")
     server.turn([1, 2, 3], [4])
+    server.turn([1, 2, 3, 4, 5], [])
     server.flush()
     stopped, copied = threading.Event(), threading.Event()
 
@@ -484,7 +535,7 @@ def test_a_whole_file_without_a_row_is_taken_in(start, monkeypatch, tmp_path, st
 
     with monkeypatch.context() as patch:
         patch.setattr(os, step, stop_here)
-        server.turn([1, 2, 3, 4, 5], [6, 7])
+        server.end([1, 2, 3, 4, 5], [6, 7])
         assert stopped.wait(SECONDS)
         shutil.copytree(tmp_path / "disk", tmp_path / "killed")
         copied.set()

@@ -175,7 +175,9 @@ class Player:
         server = Server(self.model, self.home, plus=True, arguments=arguments)
         return server.__enter__()
 
-    def _turn(self, server: Server, history: History, turn: Any, ending: Ending) -> Turn:
+    def _turn(
+        self, server: Server, history: History, turn: Any, ending: Ending
+    ) -> Turn:
         ask = Ask(
             model=server.model,
             tools=self.session.tools,
