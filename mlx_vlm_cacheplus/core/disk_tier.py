@@ -440,6 +440,7 @@ class DiskTier:
             "disk_max_bytes": store.max_bytes,
             "disk_entries": store.entries,
             "disk_evictions": store.evictions,
+            "disk_pending_paths": len(self._notes) + self.writer.pending,
             "disk_pending_bytes": self.writer.pending_bytes,
             "disk_pending_most_bytes": self.writer.most_pending_bytes,
             "disk_queue_max_bytes": self.writer.max_bytes,

@@ -296,14 +296,18 @@ def main() -> None:
             if arguments.drafter:
                 more = ("--draft-model", models(DRAFTERS[name]))
 
-            def play(place: str, ending: Ending, *extra: str, durable: bool = False):
-                player = Player(session, models(name), home / place, extra, durable)
-                return player.play([ending], lambda: progress.advance(task))
+            model = models(name)
 
-            whole = play(f"{name}-whole", Ending(), *more, "--cacheplus-disk", "off")
+            def step() -> None:
+                progress.advance(task)
+
+            off = (*more, "--cacheplus-disk", "off")
+            player = Player(session, model, home / f"{name}-whole", off)
+            whole = player.play([Ending()], step)
             for number, ending in enumerate(endings):
-                place = f"{name}-{number}"
-                ended = play(place, ending, *more, durable=arguments.durable)
+                place = home / f"{name}-{number}"
+                player = Player(session, model, place, more, arguments.durable)
+                ended = player.play([ending], step)
                 table.add_row(*_row(name, ending, whole, ended))
     console.print(table)
 
