@@ -211,7 +211,8 @@ def _import(store: DiskStore, options: argparse.Namespace) -> dict[str, Any]:
                 raise Failed(f"entry {row['number']} of the file is spoiled")
             there = _same(store, root, numbers[row["parent"]], row)
             if there is None:
-                if store.make_room(len(content)) is None:
+                here = set(numbers.values())
+                if store.make_room(len(content), keep=here, root=root) is None:
                     raise Failed("it does not fit: see --gb")
                 (there,) = store.add(
                     [_new(store.reserve(), root, numbers[row["parent"]], row, content)]

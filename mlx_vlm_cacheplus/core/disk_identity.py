@@ -26,6 +26,8 @@ from typing import Any
 
 import xxhash
 
+from .disk_safetensors import parse_header, read_head
+
 # Bytes that are sampled at the beginning of each array, and at each step through a
 # file that has no header to tell them.
 SAMPLE = 4096
@@ -138,21 +140,17 @@ def sample(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        head = file.read(8)
-        length = int.from_bytes(head, "little")
-        header = file.read(length) if 0 < length <= size - 8 else b""
-        digest.update(size.to_bytes(8, "little") + head + header)
-        for place in _places(header, 8 + length, size):
+        head = read_head(file.read, size)
+        digest.update(size.to_bytes(8, "little") + head)
+        for place in _places(head, size):
             digest.update(os.pread(file.fileno(), SAMPLE, place))
     return digest.hexdigest()
 
 
-def _places(header: bytes, begin: int, size: int) -> list[int]:
+def _places(head: bytes, size: int) -> list[int]:
     try:
-        arrays = json.loads(header)
-        arrays.pop("__metadata__", None)
-        places = [begin + int(a["data_offsets"][0]) for a in arrays.values()]
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        places = [array.start for array in parse_header(head, size).arrays.values()]
+    except ValueError:
         places = []
     return sorted({*places, *range(0, size, STEP)})
 

@@ -1,14 +1,14 @@
-"""The index of a disk store: rows, how they are found, and what stands on what."""
+"""The index of a disk store: its tables, and its rows read and written."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import sqlite3
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 SCHEMA = 1
 INDEX = "index.sqlite"
@@ -93,9 +93,57 @@ class New:
     session: str = ""
 
 
-Order = Callable[[list[Entry]], Iterable[int]]
+# -- opening -----------------------------------------------------------------------------
+def open_tables(path: Path, is_writer: bool) -> sqlite3.Connection:
+    """Connect to an index, which whoever writes makes where it is not.
+
+    Raises:
+        sqlite3.DatabaseError: it is none, or another version's.
+    """
+    connection = connect(path)
+    try:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, SCHEMA):
+            raise sqlite3.DatabaseError(f"schema {version}")
+        if is_writer:
+            connection.executescript(TABLES)
+            connection.execute(f"PRAGMA user_version = {SCHEMA}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
+@contextlib.contextmanager
+def unforced(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """A transaction that outlives the process at once, and the power with the next one.
+
+    What stands for no file needs no more, and an entry that comes does not wait for it.
+    """
+    connection.execute("PRAGMA synchronous = NORMAL")
+    try:
+        with connection:
+            yield connection
+    finally:
+        connection.execute("PRAGMA synchronous = FULL")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    # Each connection has one user at a time; who opens and closes may be another thread.
+    connection = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA fullfsync = 1")
+    return connection
+
+
+def remove(path: Path) -> None:
+    """Remove an index and what SQLite keeps beside it."""
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+# -- finding -----------------------------------------------------------------------------
 def walk(
     connection: sqlite3.Connection, root: int, ids: Sequence[int]
 ) -> list[tuple[Entry, int]]:
@@ -126,43 +174,6 @@ def supplements(connection: sqlite3.Connection, spans: Iterable[Entry]) -> list[
     return [Entry(*row) for row in rows]
 
 
-def least_recently_used(entries: list[Entry]) -> Iterator[int]:
-    """Leaves, the least recently used first; parents follow as they become leaves."""
-    by_number = {entry.number: entry for entry in entries}
-    children = count_children(entries)
-    tie = itertools.count()
-    queue = [(e.last_use, next(tie), e) for e in entries if not children.get(e.number)]
-    heapify(queue)
-    while queue:
-        _, _, entry = heappop(queue)
-        yield entry.number
-        parent = by_number.get(entry.parent)
-        if parent is not None:
-            children[parent.number] -= 1
-            if not children[parent.number]:
-                heappush(queue, (parent.last_use, next(tie), parent))
-
-
-def standing_on(entry: Entry, entries: list[Entry]) -> list[Entry]:
-    """All that has this entry below it."""
-    children: dict[int, list[Entry]] = {}
-    for each in entries:
-        children.setdefault(each.parent, []).append(each)
-    found, open_ = [], [entry]
-    while open_:
-        above = children.get(open_.pop().number, [])
-        found.extend(above)
-        open_.extend(above)
-    return found
-
-
-def count_children(entries: Iterable[Entry]) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for entry in entries:
-        counts[entry.parent] = counts.get(entry.parent, 0) + 1
-    return counts
-
-
 def _shared(span: Sequence[int], path: Sequence[int], place: int) -> int:
     """How many tokens a span shares with a path from ``place`` on."""
     rest = path[place : place + len(span)]
@@ -172,13 +183,137 @@ def _shared(span: Sequence[int], path: Sequence[int], place: int) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(span), len(rest)))
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    # Each connection has one user at a time; who opens and closes may be another thread.
-    connection = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA fullfsync = 1")
-    return connection
+def ids_of(connection: sqlite3.Connection, number: int) -> list[int] | None:
+    """Token ids of a span, or None where there is none."""
+    row = connection.execute(
+        "SELECT ids FROM entries WHERE number = ?", (number,)
+    ).fetchone()
+    return None if row is None else unpack(row[0])
+
+
+def all_entries(connection: sqlite3.Connection) -> list[Entry]:
+    return [Entry(*row) for row in connection.execute(f"SELECT {COLUMNS} FROM entries")]
+
+
+def root_of(connection: sqlite3.Connection, number: int) -> int | None:
+    """The root of an entry, or None where there is none."""
+    row = connection.execute(
+        "SELECT root FROM entries WHERE number = ?", (number,)
+    ).fetchone()
+    return None if row is None else row[0]
+
+
+def roots_of(
+    connection: sqlite3.Connection, identity: str, salt: int
+) -> list[tuple[int, str]]:
+    """Number and layout of each root of an identity and a salt."""
+    return connection.execute(
+        "SELECT number, layout FROM roots WHERE identity = ? AND salt = ?",
+        (identity, str(int(salt))),
+    ).fetchall()
+
+
+def all_roots(connection: sqlite3.Connection) -> list[tuple[int, str, int, str, str]]:
+    """Number, identity, salt, layout and note of every root."""
+    found = connection.execute("SELECT number, identity, salt, layout, note FROM roots")
+    return [(number, name, int(salt), *rest) for number, name, salt, *rest in found]
+
+
+def fact(connection: sqlite3.Connection, name: str) -> str | None:
+    """A fact that was noted, or None."""
+    row = connection.execute(
+        "SELECT value FROM facts WHERE name = ?", (name,)
+    ).fetchone()
+    return None if row is None else row[0]
+
+
+def summarize(
+    entries: Iterable[Entry], roots: Iterable[tuple[int, str, int, str, str]]
+) -> list[dict[str, Any]]:
+    """What is stored, one row a root."""
+    totals: dict[int, list[int]] = {}
+    for entry in entries:
+        total = totals.setdefault(entry.root, [0, 0, 0, 0])
+        total[0] += 1
+        total[1] += entry.nbytes
+        total[2] += entry.stop - entry.start if entry.kind == SPAN else 0
+        total[3] = max(total[3], entry.last_use)
+    return [
+        {
+            "root": number,
+            "model": note,
+            "identity": identity,
+            "salt": salt,
+            "entries": totals[number][0],
+            "bytes": totals[number][1],
+            "tokens": totals[number][2],
+            "last_use": totals[number][3],
+        }
+        for number, identity, salt, _, note in roots
+        if number in totals
+    ]
+
+
+# -- writing -----------------------------------------------------------------------------
+def add_root(
+    writer: sqlite3.Connection, identity: str, salt: int, layout: str, note: str
+) -> int:
+    """The number of a root, which is made if it is not there."""
+    known = {text: number for number, text in roots_of(writer, identity, salt)}
+    if layout in known:
+        return known[layout]
+    with writer:
+        cursor = writer.execute(
+            "INSERT INTO roots (identity, salt, layout, note) VALUES (?, ?, ?, ?)",
+            (identity, str(int(salt)), layout, note),
+        )
+    return int(cursor.lastrowid or 0)
+
+
+def entry_of(new: New, name: str, nbytes: int, checksum: bytes, last_use: int) -> Entry:
+    """The row of a new entry whose file is there."""
+    return Entry(
+        *(new.number, new.root, new.parent, new.kind, new.start, new.stop),
+        *(name, nbytes, checksum, new.has_state, new.companion),
+        *(last_use, new.turns, new.session),
+    )
+
+
+def note(writer: sqlite3.Connection, facts: Mapping[str, str]) -> None:
+    """Remember facts."""
+    writer.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts.items())
+
+
+def touch(writer: sqlite3.Connection, numbers: Iterable[int], clock: int) -> None:
+    """These entries were used at this time, which is noted too."""
+    writer.executemany(
+        "UPDATE entries SET last_use = ? WHERE number = ?",
+        [(clock, number) for number in numbers],
+    )
+    note(writer, {"clock": str(clock)})
+
+
+def insert(
+    writer: sqlite3.Connection, rows: Iterable[tuple[Entry, Sequence[int]]]
+) -> None:
+    """Add rows, each with its token ids."""
+    marks = ", ".join("?" * 16)
+    writer.executemany(
+        f"INSERT INTO entries ({COLUMNS}, first, ids) VALUES ({marks})",
+        [(*astuple(entry), ids[0] if ids else None, pack(ids)) for entry, ids in rows],
+    )
+
+
+def delete(writer: sqlite3.Connection, entries: Iterable[Entry], root: int = 0) -> None:
+    """Remove rows, and the roots that have none left but ``root``."""
+    writer.executemany(
+        "DELETE FROM entries WHERE number = ?", [(e.number,) for e in entries]
+    )
+    writer.execute(
+        "DELETE FROM roots WHERE number NOT IN (SELECT root FROM entries) "
+        "AND number != ?",
+        (root,),
+    )
 
 
 def pack(ids: Sequence[int]) -> bytes:

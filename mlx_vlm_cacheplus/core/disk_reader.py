@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .disk_format import HostSegment, from_file, path_name
+from .disk_format import from_file, path_name
 from .disk_index import COMPANION, STATE, Entry
+from .disk_segment import HostSegment
 from .disk_store import DiskStore, Spoiled
 
 logger = logging.getLogger(__name__)

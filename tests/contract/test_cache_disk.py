@@ -116,6 +116,17 @@ def test_a_file_that_is_spoiled_is_not_imported(filled, cache, tmp_path):
     assert status == 1 and "spoiled" in error
 
 
+def test_a_conversation_that_does_not_fit_does_not_take_its_own_room(
+    filled, cache, tmp_path
+):
+    file, other = tmp_path / "agent.tar", tmp_path / "other"
+    cache("export", "agent", file)
+    status, _, error = cache("import", file, "--gb", 100 / 2**30, disk=other)
+    assert status == 1 and "does not fit" in error
+    found = cache("verify", disk=other)[1]
+    assert found["entries"] == 1 and found["without_parent"] == []
+
+
 def test_something_else_is_not_imported(cache, tmp_path):
     (tmp_path / "notes.txt").write_text("no archive")
     status, _, error = cache("import", tmp_path / "notes.txt")

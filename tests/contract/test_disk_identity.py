@@ -147,6 +147,15 @@ def test_a_change_that_no_sample_shows_is_found_later(model):
         verify(second.unverified, facts.get)
 
 
+def test_a_sample_has_the_name_that_it_always_had(tmp_path):
+    """Another one would make every stored path another model's."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(safetensors(ARRAYS))
+    assert disk_identity.sample(path) == "11e672dc85629c54815f62b3c172c601"
+    path.write_bytes(b"no header at all" * 999)
+    assert disk_identity.sample(path) == "b5054bf881bf2cddf6afb4a3775a86b9"
+
+
 def test_only_samples_are_read_at_the_start(tmp_path):
     """30 GB take as long as 1,000 arrays take: what is read is counted."""
     path = tmp_path / "model.safetensors"

@@ -317,6 +317,21 @@ def test_the_cap(folder):
     store.close()
 
 
+def test_a_root_outlives_the_room_that_is_made_for_it(folder):
+    """Nothing of it is there yet, and what goes takes the roots that have nothing left."""
+    store = DiskStore(folder, max_bytes=1000)
+    store.open()
+    put(store, store.root("others", 0, "layout"), [1], body=bytes(900))
+    mine = store.root("weights", 0, "layout")
+    assert len(store.make_room(500, root=mine)) == 1
+    entry = put(store, mine, [1, 2], body=bytes(500))
+    assert store.roots("weights", 0) == [(mine, "layout")]
+    assert store.roots("others", 0) == []
+    assert store.walk(store.root("weights", 0, "layout"), [1, 2]) == [(entry, 2)]
+    assert store.walk(store.root("others", 0, "layout"), [1, 2]) == []
+    store.close()
+
+
 def test_whoever_evicts_says_the_order(folder):
     store = DiskStore(folder, max_bytes=1000)
     store.open()

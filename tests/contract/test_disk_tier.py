@@ -229,17 +229,17 @@ def test_what_ram_has_lost_comes_back(start):
             before = 0 if not turn else len(talk[turn - 1][0] + talk[turn - 1][1])
             assert server.turn(*talk[turn]) == before
             server.flush()
-    assert server.cache.evictions and server.tier.hits
+    assert server.cache.evictions and server.tier.intake.hits
     assert server.cache.nbytes <= 12_000
 
 
 def test_nothing_is_read_where_ram_has_it_all(start):
     server = start("dense")
-    server.tier._has_more = False
+    server.tier.intake.has_more = False
     server.turn([1, 2, 3], [4])
     assert server.tier.ask([1, 2, 3, 4, 5], 0) is None
     server.cache.clear()
-    assert server.ask([1, 2, 3, 4, 5])[0] == 0 or server.tier.hits == 1
+    assert server.ask([1, 2, 3, 4, 5])[0] == 0 or server.tier.intake.hits == 1
 
 
 class Gate:
@@ -271,7 +271,7 @@ def test_a_slow_disk_holds_nobody_up(start, monkeypatch):
             before = len(prompt) + len(reply)
             assert server.tier.writer.pending_bytes <= limit
     assert gate.entered.wait(SECONDS)
-    assert server.tier._notes and server.tier.writer.counts.parcels == 0
+    assert server.tier.spill.notes and server.tier.writer.counts.parcels == 0
     gate.open.set()
     server.stop()
     server = start("hybrid")
@@ -402,6 +402,29 @@ def test_spoiled_files_are_read_anew(start, caplog):
     assert server.ask([*prompt, *reply, 1, 2, 3])[0] == len(prompt) + len(reply) + 2
 
 
+def test_what_is_spoiled_goes_before_what_waits_is_written(start, monkeypatch):
+    """What waits would stand on it, and go with it."""
+    talk = session(3)
+    server = start("hybrid")
+    for prompt, reply in talk:
+        server.turn(prompt, reply)
+    server.stop()
+    victim = max(server_entries(server), key=lambda e: e.start)
+    path = server.store.folder.path / ENTRIES / victim.name
+    path.write_bytes(path.read_bytes()[::-1])
+    server = start("hybrid")
+    gate = Gate(monkeypatch)
+    server.turn([39, 39, 39], [39])
+    assert gate.entered.wait(SECONDS)
+    ids = [*talk[-1][0], *talk[-1][1], 1]
+    before = [*talk[-2][0], *talk[-2][1]]
+    assert server.turn(ids, [2]) == len(before), "the last end state that is whole"
+    gate.open.set()
+    server.flush()
+    server.stop()
+    assert start("hybrid").ask([*ids, 2, 3])[0] == len(ids) + 1
+
+
 def server_entries(server):
     server.store.open()
     entries = server.store.all_entries()
@@ -463,6 +486,18 @@ def test_the_cap_keeps_what_is_used(start):
     assert kept[-3:] == [True] * 3 and kept[0] is False
 
 
+def test_the_first_path_of_a_model_finds_a_full_disk(start):
+    """All that is there is another model's, and goes."""
+    other = start("dense", identity="other")
+    other.turn(list(range(200)), [1])
+    other.stop()
+    server = start("dense", max_bytes=other.store.nbytes + 10)
+    server.turn(list(range(50, 60)), [1, 2])
+    server.stop()
+    assert server.store.evictions
+    assert start("dense").ask([*range(50, 60), 1, 2, 0])[0] == 12
+
+
 def test_an_entry_that_never_fits_is_refused_once(start, caplog):
     server = start("dense", max_bytes=3_000)
     server.turn([1, 2], [3])
@@ -488,7 +523,7 @@ def test_a_hanging_disk_is_a_miss(start, monkeypatch, caplog):
         server.store, "read", lambda entry: hold.wait(SECONDS) and real(entry)
     )
     assert server.ask([1, 2, 3, 4, 5])[0] == 0
-    assert server.tier.timeouts == 1 and "does not answer" in caplog.text
+    assert server.tier.intake.timeouts == 1 and "does not answer" in caplog.text
     assert server.tier.ask([1, 2, 3, 4, 6], 0) is None, "nobody else waits"
     hold.set()
 
@@ -517,6 +552,24 @@ def test_clear_leaves_nothing(start):
     server.turn([1, 2, 3], [4])
     server.stop()
     assert start("dense").ask([1, 2, 3, 4, 5])[0] == 4
+
+
+def test_what_was_written_while_the_disk_was_cleared_is_written_again(
+    start, monkeypatch
+):
+    server = start("dense")
+    real = server.tier.writer.do
+
+    def do(job):
+        server.turn([1, 2, 3], [4])
+        real(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.tier.writer, "do", do)
+        assert server.tier.clear(SECONDS) > 0
+    server.turn([1, 2, 3, 4, 5], [6])
+    server.stop()
+    assert start("dense").ask([1, 2, 3, 4, 5, 6, 7])[0] == 6
 
 
 @pytest.mark.parametrize("step", ["fsync", "rename"])

@@ -306,9 +306,7 @@ def main() -> None:
         if arguments.kills:
             task = progress.add_task("kills", total=arguments.kills)
             small = Path(folder) / "small"
-            found = run(
-                small, arguments.kills, *chosen, lambda: progress.advance(task)
-            )
+            found = run(small, arguments.kills, *chosen, lambda: progress.advance(task))
             console.print(
                 f"{found.kills} kills, {found.served} of processes that served, {found.at_start} before the first "
                 f"reply; {found.replies} replies, {len(found.durable)} reported durable and there "

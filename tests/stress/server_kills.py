@@ -185,7 +185,11 @@ def run(
     Raises:
         AssertionError: a text differs, a server does not serve, or something durable is missing.
     """
-    model, rng, counts = Models(folder / "models")("dense"), random.Random(seed), Counts()
+    model, rng, counts = (
+        Models(folder / "models")("dense"),
+        random.Random(seed),
+        Counts(),
+    )
     want, open_ = talks(sessions, seed), talks(sessions, seed)
     off = (*QUIET, "--cacheplus-disk", "off")
     with Chosen(model, folder / "never", True, off) as server:

@@ -1,0 +1,104 @@
+"""The files of a disk store: written, and found where their rows were not.
+
+A file is called by its checksum and says what its row would be, so that one which a
+writer that died has left is known to be whole, and what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import xxhash
+
+from .disk_folder import TEMPORARY, Folder
+from .disk_index import New
+from .disk_safetensors import header_of
+
+
+class Written(NamedTuple):
+    """A file that is there, and what its row says."""
+
+    new: New
+    name: str
+    nbytes: int
+    checksum: bytes
+
+
+def write_files(folder: Folder, news: Sequence[New]) -> list[Written]:
+    """Write the files of entries; they have their names when this returns.
+
+    All content is written before any of it is forced to the medium, so that a process
+    that is killed meanwhile loses as little as can be.  After a fault none is there.
+    """
+    written: list[Written] = []
+    try:
+        for new in news:
+            digest = xxhash.xxh3_128()
+            for chunk in new.chunks:
+                digest.update(chunk)
+            name = f"{digest.hexdigest()}-{uuid.uuid4().hex[:8]}"
+            nbytes = folder.write(name, new.chunks)
+            written.append(Written(new, name, nbytes, digest.digest()))
+        folder.finish([file.name for file in written])
+    except OSError:
+        remove_files(folder, written)
+        raise
+    return written
+
+
+def remove_files(folder: Folder, files: Iterable[Written]) -> None:
+    """Remove them, and parts of them."""
+    for file in files:
+        folder.remove(file.name)
+
+
+# -- what dead writers left --------------------------------------------------------------
+@dataclass(frozen=True)
+class Stray:
+    """A file without a row that was written to its end.
+
+    Attributes:
+        found: as it is called now; ``file`` has the name that it gets.
+        root: identity, salt, layout and note.
+    """
+
+    found: str
+    root: tuple[str, int, str, str]
+    file: Written
+
+    def under(self, root: int) -> Written:
+        """The file, whose row names a root by its number."""
+        return self.file._replace(new=replace(self.file.new, root=root))
+
+
+def whole_strays(folder: Folder, names: Iterable[str]) -> list[Stray]:
+    """Those that were written to their end, parents before what stands on them."""
+    found = [_stray(folder, name) for name in names]
+    whole = [stray for stray in found if stray is not None]
+    return sorted(whole, key=lambda stray: stray.file.new.number)
+
+
+def _stray(folder: Folder, found: str) -> Stray | None:
+    content = folder.read(found)
+    digest = xxhash.xxh3_128(content)
+    if digest.hexdigest() != found.split("-")[0]:
+        return None
+    try:
+        row = json.loads(header_of(content).metadata["row"])
+        identity, salt, layout, note = row.pop("root")
+        new = New(root=0, chunks=(), nbytes=len(content), **row)
+        root = (identity, int(salt), layout, note)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    name = found.removesuffix(TEMPORARY)
+    return Stray(found, root, Written(new, name, new.nbytes, digest.digest()))
+
+
+def finish_stray(folder: Folder, stray: Stray) -> None:
+    """Force it to the medium under its name, where that was not done."""
+    if stray.found != stray.file.name:
+        folder.finish([stray.file.name])

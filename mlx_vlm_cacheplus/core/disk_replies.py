@@ -1,0 +1,35 @@
+"""Replies whose tokens are remembered, in the index of a disk store."""
+
+from __future__ import annotations
+
+import sqlite3
+
+MOST_REPLIES = 256
+
+
+def keep(
+    writer: sqlite3.Connection, owner: str, key: bytes, content: bytes, clock: int
+) -> None:
+    """Remember a reply; the oldest of many go."""
+    writer.execute(
+        "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
+        (key, owner, content, clock),
+    )
+    writer.execute(
+        "DELETE FROM replies WHERE key IN (SELECT key FROM replies "
+        "ORDER BY last_use DESC LIMIT -1 OFFSET ?)",
+        (MOST_REPLIES,),
+    )
+
+
+def of(reader: sqlite3.Connection, owner: str) -> list[bytes]:
+    """What was remembered of an owner's replies, the newest last."""
+    rows = reader.execute(
+        "SELECT content FROM replies WHERE owner = ? ORDER BY last_use", (owner,)
+    )
+    return [content for (content,) in rows]
+
+
+def forget(writer: sqlite3.Connection) -> None:
+    """Remember none."""
+    writer.execute("DELETE FROM replies")
