@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .disk_folder import Refused
-from .disk_index import Entry, New
+from .disk_index import Entry, New, is_broken
 from .disk_parcel import Mark, Parcel, Stored, entries_of
 from .disk_store import DiskStore
 
@@ -204,6 +204,8 @@ class DiskWriter:
                 self._give_up(parcel.mark)
         except FAULTS as fault:
             self._say_fault(fault)
+            if is_broken(fault) and self._mend():
+                return True
             return job is not None
         except Exception as fault:
             logger.warning("Not written to disk: %s", fault, exc_info=True)
@@ -214,6 +216,21 @@ class DiskWriter:
             self._say_fine()
         if parcel is not None:
             self._done(parcel)
+        return True
+
+    def _mend(self) -> bool:
+        """Make a broken index anew; whether it could be.  What waits is tried again."""
+        with self._changed:
+            self._kill(list(self._marks))
+        try:
+            if not self.store.is_writer:
+                return False
+            self.store.mend()
+        except FAULTS as fault:
+            self._say_fault(fault)
+            return False
+        logger.warning("The disk's index was broken and is made anew from its files")
+        self._swept = False
         return True
 
     def _ready(self) -> bool:

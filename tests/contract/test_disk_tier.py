@@ -13,7 +13,7 @@ import pytest
 
 from mlx_vlm_cacheplus.core import disk_tier, disk_writer
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES, SPOILED
-from mlx_vlm_cacheplus.core.disk_index import COMPANION, SPAN, pack
+from mlx_vlm_cacheplus.core.disk_index import COMPANION, INDEX, SPAN, pack
 from mlx_vlm_cacheplus.core.disk_store import DiskStore
 from mlx_vlm_cacheplus.core.disk_tier import DiskTier
 from mlx_vlm_cacheplus.core.draft_state import DraftPart
@@ -442,6 +442,30 @@ def test_an_index_that_lies_is_found_out(start):
     server.stop()
     server = start("dense")
     assert server.ask([1, 2, 7, 4, 9])[0] == 0
+
+
+def test_an_index_that_breaks_while_it_is_used_costs_one_miss(start, caplog):
+    """It is made anew from the files, which say what their rows were."""
+    server = start("hybrid")
+    for prompt, reply in session(8):
+        server.turn(prompt, reply)
+    server.stop()
+    server = start("hybrid")
+    server.flush()
+    index = server.store.folder.path / INDEX
+    content = bytearray(index.read_bytes())
+    # All pages but the first, which holds the schema.
+    content[4096:] = bytes(len(content) - 4096)
+    index.write_bytes(content)
+    ids = [*prompt, *reply, 1]
+    server.turn(ids, [2])
+    assert server.tier.writer.flush(SECONDS)
+    assert "made anew from its files" in caplog.text
+    server.cache.clear()
+    assert server.ask([*ids, 2, 3])[0] == len(ids) + 1
+    server.turn([*ids, 2, 3], [4])
+    server.stop()
+    assert start("hybrid").ask([*ids, 2, 3, 4, 5])[0] == len(ids) + 3
 
 
 def test_two_servers(start, caplog):

@@ -215,7 +215,9 @@ def _exchange(server: Server, messages: list[dict[str, Any]], ask: Ask) -> Recei
             if data == "[DONE]":
                 break
             if line.startswith("data:"):
-                protocol.event(json.loads(data), out)
+                event = json.loads(data)
+                assert not event.get("error"), f"{event}\n{server.tail()}"
+                protocol.event(event, out)
     return out
 
 
