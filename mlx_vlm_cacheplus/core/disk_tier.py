@@ -259,10 +259,9 @@ class DiskTier:
         self._hand_over(again=True)
         while self.spill.notes and time.monotonic() < deadline:
             self._hand_over(again=True)
-            if self.spill.notes:
-                self.writer.flush(min(1.0, seconds))
-            if self.writer.reads_only:
-                self.spill.clear()
+            tried = self.spill.notes and self.writer.flush(min(1.0, seconds))
+            if tried and self.writer.reads_only:
+                self.spill.clear()  # what is another server's to keep
         self._closed = True
         self.cache.tier = None
         notes, paths = len(self.spill.notes), self.writer.pending

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import threading
+import time
 
 import mlx.core as mx
 import pytest
@@ -484,6 +485,23 @@ def test_two_servers(start, caplog):
     second.turn([1, 2, 3, 4, 5, 6, 7, 8, 9], [10])
     second.stop()
     assert start("dense").ask([*range(1, 11), 0])[0] == 10
+
+
+def test_who_is_slow_to_become_the_writer_writes_at_its_end(start, monkeypatch):
+    first = start("dense")
+    first.turn([1, 2, 3], [4])
+    first.flush()
+    second = start("dense")
+    second.turn([1, 2, 3, 4, 5], [6])
+    second.tier.writer.flush(SECONDS)
+    second.turn([1, 2, 3, 4, 5, 6, 7], [8])
+    assert second.tier.spill.notes, "it reads only"
+    second.tier.writer.flush(SECONDS)
+    real = second.store.try_to_write
+    monkeypatch.setattr(second.store, "try_to_write", lambda: time.sleep(1.5) or real())
+    first.stop()
+    second.stop()
+    assert start("dense").ask([1, 2, 3, 4, 5, 6, 7, 8, 0])[0] == 8
 
 
 def test_the_cap_keeps_what_is_used(start):
