@@ -87,12 +87,15 @@ class DiskStore:
             OSError, sqlite3.Error: it cannot be used now.
         """
         self.close()
+        had_entries = self.folder.has_entries()
         self.folder.open()
         self.is_writer = self.folder.take_lock()
         path = self.folder.make(INDEX)
         try:
             self._connect(path)
             self.count()
+            if self.entries and not had_entries and self.is_writer:
+                raise sqlite3.DatabaseError("all files have gone")
         except sqlite3.DatabaseError as error:
             if not disk_index.is_broken(error) or not self.is_writer:
                 raise
