@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 INDEX = "index.sqlite"
 SPAN, STATE, COMPANION = range(3)
 
@@ -26,16 +26,16 @@ CREATE TABLE IF NOT EXISTS entries (
   number INTEGER PRIMARY KEY, root INTEGER, parent INTEGER, kind INTEGER,
   start INTEGER, stop INTEGER, first INTEGER, ids BLOB, name TEXT, nbytes INTEGER,
   checksum BLOB, has_state INTEGER, companion TEXT, last_use INTEGER, turns TEXT,
-  session TEXT);
+  session TEXT, born INTEGER);
 CREATE UNIQUE INDEX IF NOT EXISTS by_first ON entries (root, parent, start, first)
   WHERE kind = 0;
 CREATE INDEX IF NOT EXISTS by_parent ON entries (parent);
 """
 COLUMNS = (
     "number, root, parent, kind, start, stop, name, nbytes, checksum, has_state, "
-    "companion, last_use, turns, session"
+    "companion, last_use, turns, session, born"
 )
-TYPES = [int] * 6 + [str, int, bytes, int, str, int, str, str]
+TYPES = [int] * 6 + [str, int, bytes, int, str, int, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Entry:
         last_use: logical time.
         turns: places where a prompt was answered, as text.
         session: whose it is, as text; empty for nobody's.
+        born: the logical time when it was written.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Entry:
     last_use: int
     turns: str
     session: str
+    born: int
 
 
 @dataclass(frozen=True)
@@ -333,7 +335,7 @@ def entry_of(new: New, name: str, nbytes: int, checksum: bytes, last_use: int) -
     return Entry(
         *(new.number, new.root, new.parent, new.kind, new.start, new.stop),
         *(name, nbytes, checksum, new.has_state, new.companion),
-        *(last_use, new.turns, new.session),
+        *(last_use, new.turns, new.session, last_use),
     )
 
 
@@ -355,7 +357,7 @@ def insert(
     writer: sqlite3.Connection, rows: Iterable[tuple[Entry, Sequence[int]]]
 ) -> None:
     """Add rows, each with its token ids."""
-    marks = ", ".join("?" * 16)
+    marks = ", ".join("?" * 17)
     writer.executemany(
         f"INSERT INTO entries ({COLUMNS}, first, ids) VALUES ({marks})",
         [(*astuple(entry), ids[0] if ids else None, pack(ids)) for entry, ids in rows],
@@ -372,6 +374,11 @@ def delete(writer: sqlite3.Connection, entries: Iterable[Entry], root: int = 0) 
         "AND number != ?",
         (root,),
     )
+
+
+def split(turns: str) -> list[int]:
+    """Places where prompts were answered, from a row's text."""
+    return [int(place) for place in turns.split(",") if place.isdecimal()]
 
 
 def pack(ids: Sequence[int]) -> bytes:

@@ -26,9 +26,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .disk_companions import CompanionNames
-from .disk_eviction import foreign_first
 from .disk_index import Entry
 from .disk_intake import Intake
+from .disk_policy import Asking, Root, order
 from .disk_reader import Load
 from .disk_settings import QUEUE_BYTES
 from .disk_spill import Spill
@@ -131,11 +131,20 @@ class DiskTier:
         if not self._closed:
             self.spill.replies.append((owner, key, content))
 
-    def order(self, entries: list[Entry]) -> Iterable[int]:
-        """What goes first where the store is full."""
-        roots = self.store.all_roots()
-        mine = {root for root, name, *_ in roots if name == self.identity}
-        return foreign_first(entries, mine)
+    def order(
+        self, entries: list[Entry], asking: Asking | None = None
+    ) -> Iterable[int]:
+        """What goes first where the store is full; see ``disk_policy``."""
+        store, policy = self.store, self.cache.policy
+        mine = {
+            number: Root(salt, '"state"' in layout)
+            for number, name, salt, layout, _ in store.all_roots()
+            if name == self.identity
+        }
+        budget = store.nbytes if store.max_bytes is None else store.max_bytes
+        sessions = list(getattr(policy, "table", {}).values())
+        pinned = frozenset(s.name for s in sessions if s.pinned and s.name)
+        return order(entries, mine, budget, store.clock, asking, pinned)
 
     # -- reading -----------------------------------------------------------------------
     def ask(self, ids: Sequence[int], salt: int) -> Load | None:

@@ -19,6 +19,7 @@ from mlx_vlm_cacheplus.core.disk_store import DiskStore
 from mlx_vlm_cacheplus.core.disk_tier import DiskTier
 from mlx_vlm_cacheplus.core.draft_state import DraftPart
 from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
+from mlx_vlm_cacheplus.core.session_table import Request, Salt, Sessions
 from tests.fakes.token_caches import LAYOUTS, nodes_of
 
 ROOM = 1 << 40
@@ -38,6 +39,8 @@ class Server:
     def __init__(self, folder, layout="hybrid", identity="weights", room=ROOM, **more):
         self.layout = LAYOUTS[layout]
         self.cache = SegmentCache(room)
+        if more.pop("sessions", False):
+            self.cache.policy = Sessions()
         self.store = DiskStore(folder, more.pop("max_bytes", None))
         try:
             self.store.open()
@@ -61,6 +64,8 @@ class Server:
 
     def turn(self, prompt, reply, salt=0):
         """Read a prompt, write a reply; returns how many tokens were restored."""
+        if isinstance(self.cache.policy, Sessions):
+            salt = Salt.of(salt, Request(answered_at=len(prompt)))
         restored, row = self.ask(prompt, salt)
         self.tier.reading = True
         rest = prompt[restored:]
