@@ -272,6 +272,27 @@ def test_c78_scopes_of_a_reset(make_server, folder):
     assert cached() == 0
 
 
+def test_who_fills_the_disk_displaces_nobody_within_his_share(make_server, folder):
+    """Two conversations: one that ended long ago, one that goes on beyond the limit."""
+    server = make_server("dense", disk=folder)
+    talk(server, 2)
+    written(server)
+    room = 2.5 * statistics(server)["disk_bytes"] / (1 << 30)
+    small = folder.with_name("small")
+    server = make_server("dense", disk=small, apc_disk_max_gb=room)
+    kept = talk(server, 2)
+    large = talk(server, 9, seed=4)
+    written(server)
+    full = statistics(server)
+    assert full["disk_bytes"] <= full["disk_max_bytes"]
+    assert full["disk_evictions"] or full["disk_refused_entries"]
+    restart(server)
+    again = talk(server, 2)
+    assert [r.ids for r in again] == [r.ids for r in kept]
+    assert all(r.prefilled == 1 for r in again), "all of it was there"
+    assert [r.ids for r in talk(server, 9, seed=4)] == [r.ids for r in large]
+
+
 def test_c58_tenants_meet_nowhere(make_server, folder):
     server = make_server("dense", disk=folder)
     prompt = record_prompt(seed=3, n_records=6).messages
