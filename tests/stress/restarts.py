@@ -144,6 +144,7 @@ class Player:
     Attributes:
         home: a folder of its own for cache and log.
         durable: measure how long each reply takes to be on disk.
+        kind: of the servers.
     """
 
     session: sessions.Session
@@ -151,6 +152,7 @@ class Player:
     home: Path
     arguments: tuple[str, ...] = ()
     durable: bool = False
+    kind: type[Server] = Server
 
     def play(self, endings: list[Ending], advance: Any = lambda: None) -> Play:
         """``endings`` are taken in turn, from the first one again; the last turn ends all."""
@@ -172,7 +174,7 @@ class Player:
 
     def _start(self) -> Server:
         arguments = (*QUIET, *self.arguments)
-        server = Server(self.model, self.home, plus=True, arguments=arguments)
+        server = self.kind(self.model, self.home, plus=True, arguments=arguments)
         return server.__enter__()
 
     def _turn(

@@ -30,8 +30,8 @@ PATIENCE = 120.0
 CHOSEN = ",".join(name for name in ORDER if name != "reply-ids")
 
 
-class Chosen(Server):
-    """A server with these changes alone."""
+class Canonical(Server):
+    """A server that spells replies as the tokenizer does, whatever it remembers."""
 
     def command(self, port: int) -> list[str]:
         return [*super().command(port), CHOSEN]
@@ -192,7 +192,7 @@ def run(
     )
     want, open_ = talks(sessions, seed), talks(sessions, seed)
     off = (*QUIET, "--cacheplus-disk", "off")
-    with Chosen(model, folder / "never", True, off) as server:
+    with Canonical(model, folder / "never", True, off) as server:
         for talk in want:
             for talk.turn in range(TURNS):
                 texts = [reply.text for reply in talk.replies]
@@ -200,7 +200,7 @@ def run(
     advance()
     for _ in range(kills):
         when = rng.randrange(1, MOST_REPLIES), rng.random() * MOST_SECONDS
-        with Chosen(model, folder / "killed", True, QUIET) as server:
+        with Canonical(model, folder / "killed", True, QUIET) as server:
             Life(server, open_, want, counts).run(*when)
         counts.kills += 1
         advance()
