@@ -218,8 +218,9 @@ def test_c54_a_folder_that_is_deleted_comes_back(make_server, folder, what):
     server = make_server("hybrid", disk=folder)
     before = talk(server, 2)
     written(server)
-    (index,) = folder.rglob("*.sqlite")
-    home = index.parent
+    index = list(folder.rglob("*.sqlite"))
+    assert len(index) == 1
+    home = index[0].parent
     for path in {
         "all": [folder],
         "index": list(home.glob("*.sqlite*")),
@@ -277,7 +278,9 @@ def test_who_fills_the_disk_displaces_nobody_within_his_share(make_server, folde
     server = make_server("dense", disk=folder)
     talk(server, 2)
     written(server)
-    room = 2.5 * statistics(server)["disk_bytes"] / (1 << 30)
+    size = statistics(server).get("disk_bytes")
+    assert size
+    room = 2.5 * size / (1 << 30)
     small = folder.with_name("small")
     server = make_server("dense", disk=small, apc_disk_max_gb=room)
     kept = talk(server, 2)
