@@ -378,6 +378,8 @@ def delete(writer: sqlite3.Connection, entries: Iterable[Entry], root: int = 0) 
 
 def split(turns: str) -> list[int]:
     """Places where prompts were answered, from a row's text."""
+    if turns.isdecimal():
+        return [int(turns)]
     return [int(place) for place in turns.split(",") if place.isdecimal()]
 
 

@@ -181,18 +181,17 @@ def _claims(
     if asking is not None and asking.owner[1]:
         numbers.setdefault(asking.owner, len(numbers))
     used: dict[int, int] = {}
-    answers: dict[int, set[tuple[int, int]]] = {}
+    answers = dict.fromkeys(numbers.values(), 0)
     for entry in own:
         session = numbers.get((roots[entry.root].salt, entry.session))
         if session is not None:
             used[session] = max(used.get(session, 0), entry.last_use)
-            answered = {(entry.root, place) for place in split(entry.turns)}
-            answers.setdefault(session, set()).update(answered)
+            if entry.turns and entry.kind == SPAN:
+                answers[session] += 1 + entry.turns.count(",")
     claims = {}
     for owner, session in numbers.items():
         last_use = used.get(session, clock)
-        goes_on = len(answers.get(session, ())) > 1
-        live = goes_on and clock - last_use <= TICKS * IDLE_AFTER
+        live = answers[session] > 1 and clock - last_use <= TICKS * IDLE_AFTER
         asks = asking is not None and asking.owner == owner
         claims[session] = Claim(last_use, live or asks, owner[1] in pinned)
     return claims
