@@ -62,7 +62,7 @@ def open_tier(server: Any) -> None:
         store.open()
         if store.is_writer:
             store.sweep()
-    except FAULTS as fault:
+    except Exception as fault:
         # The tier tries again; here it would hold the start up.
         logger.debug("Disk cache not opened: %s", fault)
     try:
@@ -153,7 +153,8 @@ def _types(model: Any) -> str:
 def _say_found(tier: DiskTier) -> None:
     try:
         tier.found = found = summary(tier.store)
-    except FAULTS:
+    except Exception as fault:
+        logger.debug("Disk cache not looked at: %s", fault)
         return
     mine = [row for row in found if row["identity"] == tier.identity]
     logger.info(

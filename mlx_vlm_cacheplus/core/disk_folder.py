@@ -75,8 +75,13 @@ class Folder:
         os.chmod(self.path, 0o700)
 
     def is_there(self) -> bool:
-        """Whether the folder that was opened is still in its place."""
-        return self._opened is not None and _identity(self.path) == self._opened
+        """Whether the folder that was opened is still in its place, and whole."""
+        same = self._opened is not None and _identity(self.path) == self._opened
+        return same and self.has_entries()
+
+    def has_entries(self) -> bool:
+        """Whether there is a place for files."""
+        return (self.path / ENTRIES).is_dir()
 
     def make(self, name: str) -> Path:
         """The path of a file, which is there and private."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 INDEX = "index.sqlite"
 SPAN, STATE, COMPANION = range(3)
 
@@ -25,15 +26,16 @@ CREATE TABLE IF NOT EXISTS entries (
   number INTEGER PRIMARY KEY, root INTEGER, parent INTEGER, kind INTEGER,
   start INTEGER, stop INTEGER, first INTEGER, ids BLOB, name TEXT, nbytes INTEGER,
   checksum BLOB, has_state INTEGER, companion TEXT, last_use INTEGER, turns TEXT,
-  session TEXT);
+  session TEXT, born INTEGER);
 CREATE UNIQUE INDEX IF NOT EXISTS by_first ON entries (root, parent, start, first)
   WHERE kind = 0;
 CREATE INDEX IF NOT EXISTS by_parent ON entries (parent);
 """
 COLUMNS = (
     "number, root, parent, kind, start, stop, name, nbytes, checksum, has_state, "
-    "companion, last_use, turns, session"
+    "companion, last_use, turns, session, born"
 )
+TYPES = [int] * 6 + [str, int, bytes, int, str, int, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Entry:
         last_use: logical time.
         turns: places where a prompt was answered, as text.
         session: whose it is, as text; empty for nobody's.
+        born: the logical time when it was written.
     """
 
     number: int
@@ -64,6 +67,7 @@ class Entry:
     last_use: int
     turns: str
     session: str
+    born: int
 
 
 @dataclass(frozen=True)
@@ -97,29 +101,82 @@ def open_tables(path: Path, is_writer: bool) -> sqlite3.Connection:
     """Connect to an index, which whoever writes makes where it is not.
 
     Raises:
-        sqlite3.DatabaseError: it is none, or another version's.
+        sqlite3.DatabaseError: it is none, or another version's, or not as it was written.
     """
-    connection = connect(path)
+    try:
+        connection = connect(path)
+    except UnicodeDecodeError as error:
+        # SQLite quotes what it cannot read.
+        raise sqlite3.DatabaseError(f"not readable: {error}") from None
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, SCHEMA):
             raise sqlite3.DatabaseError(f"schema {version}")
+        if version:
+            _check_tables(connection)
         if is_writer:
             connection.executescript(TABLES)
             connection.execute(f"PRAGMA user_version = {SCHEMA}")
+    except UnicodeDecodeError as error:
+        connection.close()
+        raise sqlite3.DatabaseError(f"not readable: {error}") from None
     except BaseException:
         connection.close()
         raise
     return connection
 
 
+def _check_tables(connection: sqlite3.Connection) -> None:
+    """Raise sqlite3.DatabaseError where the tables are not called as they were made."""
+    query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
+    with contextlib.closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(TABLES)
+        wanted = fresh.execute(query).fetchall()
+    if connection.execute(query).fetchall() != wanted:
+        raise sqlite3.DatabaseError("other tables")
+
+
+def check(path: Path) -> None:
+    """Raise sqlite3.DatabaseError where it is not whole; reads all of it."""
+    # A connection that is open knows pages that the medium has lost.
+    with contextlib.closing(connect(path)) as connection:
+        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(found)
+
+
+def is_broken(fault: BaseException) -> bool:
+    """Whether SQLite says that an index is not what it wrote."""
+    return type(fault) is sqlite3.DatabaseError
+
+
+@contextlib.contextmanager
+def unforced(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """A transaction that outlives the process at once, and the power with the next one.
+
+    What stands for no file needs no more, and an entry that comes does not wait for it.
+    """
+    connection.execute("PRAGMA synchronous = NORMAL")
+    try:
+        with connection:
+            yield connection
+    finally:
+        connection.execute("PRAGMA synchronous = FULL")
+
+
 def connect(path: Path) -> sqlite3.Connection:
     # Each connection has one user at a time; who opens and closes may be another thread.
     connection = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+    connection.text_factory = _text
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA fullfsync = 1")
     return connection
+
+
+def _text(content: bytes) -> str:
+    """Text that was damaged is another text, and no fault."""
+    return content.decode("utf-8", "replace")
 
 
 def remove(path: Path) -> None:
@@ -141,10 +198,11 @@ def walk(
             "AND parent = ? AND start = ? AND first = ?",
             (root, parent, place, path[place]),
         ).fetchone()
-        if row is None:
+        entry = None if row is None else _entry(row[:-1])
+        shared = 0 if entry is None else _shared(unpack(row[-1]), path, place)
+        if entry is None or not shared:
             break
-        entry = Entry(*row[:-1])
-        place += _shared(unpack(row[-1]), path, place)
+        place += shared
         found.append((entry, place))
         parent = entry.number
     return found
@@ -156,7 +214,20 @@ def supplements(connection: sqlite3.Connection, spans: Iterable[Entry]) -> list[
     rows = connection.execute(
         f"SELECT {COLUMNS} FROM entries WHERE parent IN ({numbers}) AND kind > 0"
     )
-    return [Entry(*row) for row in rows]
+    return _entries(rows)
+
+
+def _entries(rows: Iterable[tuple]) -> list[Entry]:
+    """Those of rows that can be what was written."""
+    return [entry for entry in map(_entry, rows) if entry is not None]
+
+
+def _entry(row: tuple) -> Entry | None:
+    """A row, or None where a type or the order of numbers is not what is written."""
+    entry = Entry(*row)
+    if [type(value) for value in row] != TYPES or not 0 <= entry.parent < entry.number:
+        return None
+    return entry
 
 
 def _shared(span: Sequence[int], path: Sequence[int], place: int) -> int:
@@ -177,7 +248,7 @@ def ids_of(connection: sqlite3.Connection, number: int) -> list[int] | None:
 
 
 def all_entries(connection: sqlite3.Connection) -> list[Entry]:
-    return [Entry(*row) for row in connection.execute(f"SELECT {COLUMNS} FROM entries")]
+    return _entries(connection.execute(f"SELECT {COLUMNS} FROM entries"))
 
 
 def root_of(connection: sqlite3.Connection, number: int) -> int | None:
@@ -201,7 +272,11 @@ def roots_of(
 def all_roots(connection: sqlite3.Connection) -> list[tuple[int, str, int, str, str]]:
     """Number, identity, salt, layout and note of every root."""
     found = connection.execute("SELECT number, identity, salt, layout, note FROM roots")
-    return [(number, name, int(salt), *rest) for number, name, salt, *rest in found]
+    return [
+        (number, name, int(salt), *rest)
+        for number, name, salt, *rest in found
+        if salt.lstrip("-").isdecimal()
+    ]
 
 
 def fact(connection: sqlite3.Connection, name: str) -> str | None:
@@ -260,7 +335,7 @@ def entry_of(new: New, name: str, nbytes: int, checksum: bytes, last_use: int) -
     return Entry(
         *(new.number, new.root, new.parent, new.kind, new.start, new.stop),
         *(name, nbytes, checksum, new.has_state, new.companion),
-        *(last_use, new.turns, new.session),
+        *(last_use, new.turns, new.session, last_use),
     )
 
 
@@ -282,7 +357,7 @@ def insert(
     writer: sqlite3.Connection, rows: Iterable[tuple[Entry, Sequence[int]]]
 ) -> None:
     """Add rows, each with its token ids."""
-    marks = ", ".join("?" * 16)
+    marks = ", ".join("?" * 17)
     writer.executemany(
         f"INSERT INTO entries ({COLUMNS}, first, ids) VALUES ({marks})",
         [(*astuple(entry), ids[0] if ids else None, pack(ids)) for entry, ids in rows],
@@ -301,11 +376,20 @@ def delete(writer: sqlite3.Connection, entries: Iterable[Entry], root: int = 0) 
     )
 
 
+def split(turns: str) -> list[int]:
+    """Places where prompts were answered, from a row's text."""
+    if turns.isdecimal():
+        return [int(turns)]
+    return [int(place) for place in turns.split(",") if place.isdecimal()]
+
+
 def pack(ids: Sequence[int]) -> bytes:
     return array("q", ids).tobytes()
 
 
 def unpack(blob: bytes) -> list[int]:
+    """Token ids; none of what cannot be a row's."""
     ids = array("q")
-    ids.frombytes(blob)
+    if isinstance(blob, bytes) and not len(blob) % ids.itemsize:
+        ids.frombytes(blob)
     return ids.tolist()

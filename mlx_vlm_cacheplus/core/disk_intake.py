@@ -51,7 +51,8 @@ class Intake:
         self.prefill_rate = 0.0
         self.hits = self.restored_tokens = self.timeouts = 0
         self.reader = DiskReader(
-            store, identity, self.is_worth, self._set_aside, max_bytes
+            *(store, identity, self.is_worth),
+            *(self._set_aside, self._look_at_index, max_bytes),
         )
 
     def ask(self, ids: Sequence[int], salt: int, limit: float) -> Load | None:
@@ -158,6 +159,10 @@ class Intake:
             self.writer.gone(store.drop_spoiled(entry))
 
         self.writer.do(job, first=True)
+
+    def _look_at_index(self) -> None:
+        """Whoever writes finds it broken, and makes it anew."""
+        self.writer.do(lambda store: store.check(), first=True)
 
 
 class _Maker:

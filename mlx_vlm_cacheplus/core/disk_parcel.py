@@ -7,13 +7,20 @@ states inside what it has, and another model's part of what was stored without.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .disk_format import path_name, to_file
-from .disk_index import COMPANION, SPAN, STATE, Entry, New
+from .disk_index import COMPANION, SPAN, STATE, Entry, New, split
 from .disk_segment import HostSegment
+
+# Before what stands for the name of a session that has none.
+UNNAMED = "~"
+
+# Owner, key and content.
+Reply = tuple[str, bytes, bytes]
 
 
 @dataclass(eq=False)
@@ -46,6 +53,7 @@ class Parcel:
             ``whole`` come for their states, or another model's part, alone.
         mark: set to what became of it.
         nbytes: about how much of it goes to disk.
+        replies: what ended meanwhile; see ``DiskStore.keep_reply``.
     """
 
     root: tuple[str, int, str]
@@ -55,6 +63,7 @@ class Parcel:
     nbytes: int
     turns: tuple[int, ...] = ()
     session: str = ""
+    replies: tuple[Reply, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,17 @@ class Stored:
     def last(self) -> int:
         """The number of the span that the path ends in; 0 for none."""
         return self.spans[-1][0].number if self.spans else 0
+
+    @property
+    def session(self) -> str:
+        """Whose conversation the path goes on with; a new one's where it does with none.
+
+        A prompt goes on with one if it contains a prompt that was answered there.
+        """
+        answered = (turn for span, _ in self.spans for turn in split(span.turns))
+        if self.spans and any(turn <= self.covered for turn in answered):
+            return self.spans[-1][0].session
+        return UNNAMED + uuid.uuid4().hex[:12]
 
     @property
     def numbers(self) -> set[int]:
@@ -106,7 +126,8 @@ def entries_of(
     held = [part for part in parcel.parts if part.whole]
     if held and stored.covered < held[0].start:
         return None
-    packing = _Packing(parcel, stored, root, reserve, note)
+    session = parcel.session or stored.session
+    packing = _Packing(parcel, stored, root, reserve, note, session)
     packing.add_spans(held)
     packing.add_states()
     packing.add_parts()
@@ -122,6 +143,7 @@ class _Packing:
     root: int
     reserve: Callable[[], int]
     note: str
+    session: str
     news: list[New] = field(default_factory=list)
 
     def _add(
@@ -138,7 +160,7 @@ class _Packing:
             "stop": stop,
             "ids": parcel.ids[start:stop] if kind == SPAN else (),
             "turns": ",".join(map(str, turns)),
-            "session": parcel.session,
+            "session": self.session,
             **more,
         }
         # Whole files whose row was not written any more are taken in by it.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .disk_format import from_file, path_name
-from .disk_index import COMPANION, STATE, Entry
+from .disk_index import COMPANION, STATE, Entry, is_broken
 from .disk_segment import HostSegment
 from .disk_store import DiskStore, Spoiled
 
@@ -86,6 +86,7 @@ class DiskReader:
         identity: of the roots that are read.
         worth: whether it is worth it to read so many bytes for so many tokens.
         spoiled: told of entries that are not what was written.
+        broken: told that the index is not.
         max_bytes: what may be held for requests that wait.
     """
 
@@ -95,12 +96,14 @@ class DiskReader:
         identity: str,
         worth: Callable[[int, int], bool],
         spoiled: Callable[[Entry], None],
+        broken: Callable[[], None],
         max_bytes: int,
     ):
         self.store, self.identity = store, identity
         self.rate = 0.0
         self.declined = self.failures = 0
         self._worth, self._spoiled, self._max_bytes = worth, spoiled, max_bytes
+        self._broken = broken
         self._loads: deque[Load] = deque()
         self._current: Load | None = None
         # Whoever gives a load up need not say so.
@@ -161,6 +164,8 @@ class DiskReader:
                 self._said = False
             except (OSError, sqlite3.Error, ValueError) as fault:
                 self._say(fault)
+                if is_broken(fault):
+                    self._broken()
             except Exception as fault:
                 logger.warning("Not read from disk: %s", fault, exc_info=True)
             finally:
@@ -208,7 +213,10 @@ class DiskReader:
         """The root that takes the prompt furthest, if that is further than RAM does."""
         best = None
         for number, text in self.store.roots(self.identity, load.salt):
-            layout = to_layout(text)
+            try:
+                layout = to_layout(text)
+            except ValueError:
+                continue  # a damaged row
             spans = self.store.walk(number, load.ids[:-1])
             extra = self.store.supplements([span for span, _ in spans])
             length = spans[-1][1] if spans else 0

@@ -6,14 +6,17 @@ the thread that computes, and handed to the writer if its queue has room.
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections import deque
 from collections.abc import Sequence
 
 from . import eviction
 from .disk_arrays import export_segments
 from .disk_companions import CompanionNames
-from .disk_parcel import Mark, Parcel
+from .disk_parcel import Mark, Parcel, Reply
 from .disk_reader import layout_text
+from .disk_store import DiskStore
 from .disk_writer import DiskWriter
 from .segment_cache import SegmentCache
 from .segment_tree import Node
@@ -31,7 +34,9 @@ class Spill:
         identity: what the cache's arrays depend on.
 
     Attributes:
-        notes: salt and ids of paths that have grown, the oldest first.
+        notes: salt and ids of paths that have grown, the oldest first, and whether what
+            ends them is about to be superseded.
+        replies: what ended since something was handed over.
     """
 
     def __init__(
@@ -43,15 +48,21 @@ class Spill:
     ):
         self.cache, self.writer, self.identity = cache, writer, identity
         self.companions = companions
-        self.notes: dict[tuple[int, tuple[int, ...]], None] = {}
+        self.notes: dict[tuple[int, tuple[int, ...]], bool] = {}
+        self.replies: deque[Reply] = deque(maxlen=MOST_NOTES)
         self._tried_at = -1
 
-    def note(self, salt: int, ids: Sequence[int]) -> None:
-        """This path has grown; it takes the place of what it goes on from."""
+    def note(self, salt: int, ids: Sequence[int], early: bool) -> None:
+        """This path has grown; it takes the place of what it goes on from.
+
+        early: its end state is about to be superseded.
+        """
         path = tuple(ids)
-        for note in [n for n in self.notes if n[0] == salt and _begins(path, n[1])]:
-            del self.notes[note]
-        self.notes[int(salt), path] = None
+        for note, before in list(self.notes.items()):
+            # A reply's end state that still waits is not the next prompt's to drop.
+            if note[0] == salt and _begins(path, note[1]) and before >= early:
+                del self.notes[note]
+        self.notes[int(salt), path] = early
         while len(self.notes) > MOST_NOTES:
             del self.notes[next(iter(self.notes))]
         self._tried_at = -1
@@ -62,6 +73,8 @@ class Spill:
         Args:
             again: though nothing was written since the last time.
         """
+        if self.replies and not self.notes:
+            self.writer.do(functools.partial(_keep, self._take_replies()))
         tried_at = -1 if again else self._tried_at
         if not self.notes or tried_at == self.writer.counts.parcels:
             return
@@ -69,15 +82,25 @@ class Spill:
         if self.writer.reads_only:
             self.writer.do(lambda store: None)  # has the other server gone?
             return
-        for salt, ids in list(self.notes):
+        for (salt, ids), early in list(self.notes.items()):
             try:
-                if not self._spill(salt, ids):
+                if not self._spill(salt, ids, early):
                     return
             except Exception as error:
                 logger.warning("Not kept on disk: %s", error, exc_info=True)
             self.notes.pop((salt, ids), None)
 
-    def _spill(self, salt: int, ids: tuple[int, ...]) -> bool:
+    def clear(self) -> None:
+        """Forget what waits."""
+        self.notes.clear()
+        self.replies.clear()
+
+    def _take_replies(self) -> tuple[Reply, ...]:
+        taken = tuple(self.replies)
+        self.replies.clear()
+        return taken
+
+    def _spill(self, salt: int, ids: tuple[int, ...], early: bool) -> bool:
         """Hand over what the disk lacks of a path; False where the queue is full."""
         with self.cache.lock:
             layout, nodes = self._path(salt, ids)
@@ -85,7 +108,7 @@ class Spill:
                 return True
             known = _known(nodes)
             stop = nodes[-1].end
-            states = _states_to_keep(nodes)
+            states = _states_to_keep(nodes, early)
             part = self.companions.of(nodes[-1])
             renewed = part if known.part != part else ""
             if known.stop >= stop and not states and not renewed:
@@ -112,9 +135,8 @@ class Spill:
             for node in nodes:
                 node.stored = mark
         root = (self.identity, salt, layout_text(layout))
-        self.writer.put(
-            Parcel(root, ids[:stop], parts, mark, nbytes, turns, self._session(nodes))
-        )
+        about = (turns, self._session(nodes), self._take_replies())
+        self.writer.put(Parcel(root, ids[:stop], parts, mark, nbytes, *about))
         return True
 
     def _path(self, salt: int, ids: Sequence[int]) -> tuple[tuple, list[Node]]:
@@ -131,6 +153,11 @@ class Spill:
         newest = max(here, key=lambda session: session.last_use, default=None)
         # Only a name is the same after a restart.
         return "" if newest is None else newest.name or ""
+
+
+def _keep(replies: Sequence[Reply], store: DiskStore) -> None:
+    for reply in replies:
+        store.keep_reply(*reply)
 
 
 def _begins(path: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -153,9 +180,14 @@ def _known(nodes: Sequence[Node]) -> Mark:
     return Mark(0)
 
 
-def _states_to_keep(nodes: Sequence[Node]) -> frozenset[int]:
-    """Ends of the path's nodes whose states belong on disk and are not there."""
+def _states_to_keep(nodes: Sequence[Node], early: bool) -> frozenset[int]:
+    """Ends of the path's nodes whose states belong on disk and are not there.
+
+    early: what ends the path is about to be superseded; the first state stays.
+    """
     holding = [node for node in nodes if node.payload.states is not None]
+    if early and holding[1:] and holding[-1] is nodes[-1]:
+        holding.pop()
     return frozenset(
         node.end
         for place, node in enumerate(holding)

@@ -87,19 +87,34 @@ class DiskStore:
             OSError, sqlite3.Error: it cannot be used now.
         """
         self.close()
+        had_entries = self.folder.has_entries()
         self.folder.open()
         self.is_writer = self.folder.take_lock()
         path = self.folder.make(INDEX)
         try:
             self._connect(path)
+            self.count()
+            if self.entries and not had_entries and self.is_writer:
+                raise sqlite3.DatabaseError("all files have gone")
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) or not self.is_writer:
+            if not disk_index.is_broken(error) or not self.is_writer:
                 raise
-            # What cannot be read stands for nothing; its files are dealt with later.
-            self._disconnect()
-            disk_index.remove(path)
-            self._connect(self.folder.make(INDEX))
+            self.mend()
+
+    def mend(self) -> None:
+        """Begin the index anew: broken, it stands for nothing; ``sweep`` finds its files.
+
+        Raises:
+            OSError, sqlite3.Error: it cannot be done now.
+        """
+        self._disconnect()
+        disk_index.remove(self.folder.path / INDEX)
+        self._connect(self.folder.make(INDEX))
         self.count()
+
+    def check(self) -> None:
+        """Raise sqlite3.DatabaseError where the index is broken; reads all of it."""
+        disk_index.check(self.folder.path / INDEX)
 
     def _connect(self, path: Path) -> None:
         self._writing = disk_index.open_tables(path, self.is_writer)
@@ -111,8 +126,9 @@ class DiskStore:
             "SELECT COUNT(*), COALESCE(SUM(nbytes), 0), COALESCE(MAX(number), 0) "
             "FROM entries"
         )
-        self.entries, self.nbytes, self._last = row.fetchone()
-        self.clock = max(self.clock, int(self.recall("clock") or 0))
+        self.entries, self.nbytes, self._last = map(int, row.fetchone())
+        noted = str(self.recall("clock"))
+        self.clock = max(self.clock, int(noted) if noted.isdecimal() else 0)
 
     def try_to_write(self) -> bool:
         """Take the lock if the process that held it has gone."""
@@ -248,7 +264,7 @@ class DiskStore:
     def keep_reply(self, owner: str, key: bytes, content: bytes) -> None:
         """Remember what a reply's tokens were; the oldest of many go."""
         self.clock += 1
-        with self._writer as writer:
+        with disk_index.unforced(self._writer) as writer:
             disk_replies.keep(writer, owner, key, content, self.clock)
             disk_index.touch(writer, (), self.clock)
 
@@ -312,7 +328,7 @@ class DiskStore:
     def touch(self, numbers: Iterable[int]) -> None:
         """These entries were used now."""
         self.clock += 1
-        with self._writer as writer:
+        with disk_index.unforced(self._writer) as writer:
             disk_index.touch(writer, numbers, self.clock)
 
     def drop(

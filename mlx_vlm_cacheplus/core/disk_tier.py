@@ -26,9 +26,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .disk_companions import CompanionNames
-from .disk_eviction import foreign_first
 from .disk_index import Entry
 from .disk_intake import Intake
+from .disk_policy import Asking, Root, order
 from .disk_reader import Load
 from .disk_settings import QUEUE_BYTES
 from .disk_spill import Spill
@@ -80,11 +80,12 @@ class DiskTier:
     def grown(self, salt: int, ids: Sequence[int], has_states: bool) -> None:
         """The cache holds a path.
 
-        Where a prompt is still read, and could not be resumed here without the end
-        state that its reply will supersede, it is not written yet.
+        Of a prompt that is still read the tokens are written ahead, so that little is
+        left to write when the row ends.  Its end state, which the reply will supersede,
+        is not.
         """
-        if not self._closed and not (self.reading and has_states):
-            self.spill.note(salt, ids)
+        if not self._closed:
+            self.spill.note(salt, ids, self.reading and has_states)
 
     def shrunk(self) -> None:
         """The cache has lost something, which may be on disk."""
@@ -101,7 +102,7 @@ class DiskTier:
     def _hand_over(self, again: bool = False) -> None:
         if self._distrusted:
             self._distrusted = False
-            self.spill.notes.clear()
+            self.spill.clear()
             self.cache.clear()
         self.spill.hand_over(again)
 
@@ -128,13 +129,22 @@ class DiskTier:
     def keep_reply(self, owner: str, key: bytes, content: bytes) -> None:
         """Remember the tokens of a reply, which its text alone does not give back."""
         if not self._closed:
-            self.writer.do(lambda store: store.keep_reply(owner, key, content))
+            self.spill.replies.append((owner, key, content))
 
-    def order(self, entries: list[Entry]) -> Iterable[int]:
-        """What goes first where the store is full."""
-        roots = self.store.all_roots()
-        mine = {root for root, name, *_ in roots if name == self.identity}
-        return foreign_first(entries, mine)
+    def order(
+        self, entries: list[Entry], asking: Asking | None = None
+    ) -> Iterable[int]:
+        """What goes first where the store is full; see ``disk_policy``."""
+        store, policy = self.store, self.cache.policy
+        mine = {
+            number: Root(salt, '"state"' in layout)
+            for number, name, salt, layout, _ in store.all_roots()
+            if name == self.identity
+        }
+        budget = store.nbytes if store.max_bytes is None else store.max_bytes
+        sessions = list(getattr(policy, "table", {}).values())
+        pinned = frozenset(s.name for s in sessions if s.pinned and s.name)
+        return order(entries, mine, budget, store.clock, asking, pinned)
 
     # -- reading -----------------------------------------------------------------------
     def ask(self, ids: Sequence[int], salt: int) -> Load | None:
@@ -164,12 +174,13 @@ class DiskTier:
         The thread that computes goes on meanwhile, and hands over what waits there.
         """
         deadline = time.monotonic() + seconds
-        while self.spill.notes and time.monotonic() < deadline:
+        spill = self.spill
+        while (spill.notes or spill.replies) and time.monotonic() < deadline:
             if self.writer.reads_only:
                 return 0  # what is another server's to keep
             time.sleep(0.02)
         self.writer.flush(max(0.0, deadline - time.monotonic()))
-        return len(self.spill.notes) + self.writer.pending
+        return len(spill.notes) + self.writer.pending
 
     def clear(self, seconds: float) -> int:
         """Remove everything from the disk; returns how many entries there were.
@@ -187,7 +198,7 @@ class DiskTier:
             store.forget_replies()
             done.set()
 
-        self.spill.notes.clear()
+        self.spill.clear()
         self.writer.forget_all()
         self.writer.do(job)
         if not done.wait(seconds):
@@ -229,6 +240,7 @@ class DiskTier:
             "disk_max_bytes": store.max_bytes,
             "disk_entries": store.entries,
             "disk_evictions": store.evictions,
+            "disk_pending_paths": len(self.spill.notes) + self.writer.pending,
             "disk_pending_bytes": self.writer.pending_bytes,
             "disk_pending_most_bytes": self.writer.most_pending_bytes,
             "disk_queue_max_bytes": self.writer.max_bytes,
@@ -253,11 +265,12 @@ class DiskTier:
         if self.cache.tier is None:
             return
         deadline = time.monotonic() + seconds
+        self._hand_over(again=True)
         while self.spill.notes and time.monotonic() < deadline:
             self._hand_over(again=True)
             tried = self.spill.notes and self.writer.flush(min(1.0, seconds))
             if tried and self.writer.reads_only:
-                self.spill.notes.clear()  # what is another server's to keep
+                self.spill.clear()  # what is another server's to keep
         self._closed = True
         self.cache.tier = None
         notes, paths = len(self.spill.notes), self.writer.pending

@@ -17,9 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from .disk_eviction import Order
 from .disk_folder import Refused
-from .disk_index import Entry, New
+from .disk_index import Entry, New, is_broken
 from .disk_parcel import Mark, Parcel, Stored, entries_of
+from .disk_policy import Asking
 from .disk_store import DiskStore
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ class DiskWriter:
     Args:
         store: opened here where it is not.
         max_bytes: what may wait.
-        order: what goes first when the store is full; see ``DiskStore.make_room``.
+        order: what goes first when the store is full, on behalf of a session; see
+            ``DiskStore.make_room``.
         note: what a root is called in lists.
     """
 
@@ -59,7 +62,7 @@ class DiskWriter:
         self,
         store: DiskStore,
         max_bytes: int,
-        order: Callable[[list[Entry]], Iterable[int]] | None = None,
+        order: Callable[[list[Entry], Asking], Iterable[int]] | None = None,
         note: str = "",
     ):
         self.store = store
@@ -76,6 +79,7 @@ class DiskWriter:
         self._closing = False
         self._busy = False
         self._swept = False
+        self._said_refused = False
         self.reads_only = False
         self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
         self._thread = threading.Thread(
@@ -204,6 +208,8 @@ class DiskWriter:
                 self._give_up(parcel.mark)
         except FAULTS as fault:
             self._say_fault(fault)
+            if is_broken(fault) and self._mend():
+                return True
             return job is not None
         except Exception as fault:
             logger.warning("Not written to disk: %s", fault, exc_info=True)
@@ -214,6 +220,21 @@ class DiskWriter:
             self._say_fine()
         if parcel is not None:
             self._done(parcel)
+        return True
+
+    def _mend(self) -> bool:
+        """Make a broken index anew; whether it could be.  What waits is tried again."""
+        with self._changed:
+            self._kill(list(self._marks))
+        try:
+            if not self.store.is_writer:
+                return False
+            self.store.mend()
+        except FAULTS as fault:
+            self._say_fault(fault)
+            return False
+        logger.warning("The disk's index was broken and is made anew from its files")
+        self._swept = False
         return True
 
     def _ready(self) -> bool:
@@ -277,23 +298,37 @@ class DiskWriter:
     # -- one path ----------------------------------------------------------------------
     def _write(self, parcel: Parcel) -> None:
         store, mark = self.store, parcel.mark
+        for reply in parcel.replies:
+            store.keep_reply(*reply)
         root = store.root(*parcel.root, self.note)
         stored = Stored(*store.walk_to_write(root, parcel.ids))
         news = entries_of(parcel, stored, root, store.reserve, self.note)
         # Where what it stands on has gone, the next one brings the whole path.
-        if news is None or not self._add(root, news, stored.numbers):
+        if news is None or not self._add(parcel, root, news, stored.numbers):
             self._give_up(mark)
             return
         with self._changed:
             mark.numbers = frozenset(stored.numbers | {new.number for new in news})
 
-    def _add(self, root: int, news: Sequence[New], below: set[int]) -> bool:
-        """Make room for entries and write them; False, said once, where they never fit."""
+    def _order_for(self, asking: Asking) -> Order | None:
+        order = self._order
+        return None if order is None else lambda entries: order(entries, asking)
+
+    def _add(
+        self, parcel: Parcel, root: int, news: Sequence[New], below: set[int]
+    ) -> bool:
+        """Make room for entries and write them.
+
+        False where they never fit, which is said once, or not into the session's share.
+        """
         store = self.store
         nbytes = sum(new.nbytes for new in news)
-        gone = store.make_room(nbytes, self._order, below, root)
+        owner = parcel.root[1], news[0].session if news else ""
+        order = self._order_for(Asking(owner, nbytes, frozenset(below)))
+        gone = store.make_room(nbytes, order, below, root)
         if gone is None:
-            if not self.counts.refused:
+            if not self._said_refused and nbytes > (store.max_bytes or 0):
+                self._said_refused = True
                 logger.warning(
                     "An entry of %d bytes does not fit the disk cache of %s bytes",
                     nbytes,

@@ -183,8 +183,10 @@ def test_no_request_waits_for_a_write(make_server, folder, monkeypatch):
     assert talk(server, 3)[-1].ids == want[-1][0]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_c54_a_disk_that_fails_costs_no_request(make_server, folder, monkeypatch, code):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS])
+def test_c54_a_disk_that_fails_costs_no_request(
+    make_server, folder, monkeypatch, caplog, code
+):
     server = make_server("hybrid", disk=folder)
     written(server)
 
@@ -202,11 +204,37 @@ def test_c54_a_disk_that_fails_costs_no_request(make_server, folder, monkeypatch
     for reply in replies:
         server.assert_cold(reply)
     restart(server)
+    said = [r.getMessage() for r in caplog.records if "injected" in r.getMessage()]
+    assert len(said) == 1, "one line for all of it"
     again = talk(server, 2)
     assert [r.ids for r in again] == [r.ids for r in replies]
     # What waited meanwhile was written when it could be.
     assert again[0].cached_tokens > 0
     assert again[1].cached_tokens >= len(replies[0].prompt_ids + replies[0].ids)
+
+
+@pytest.mark.parametrize("what", ["all", "index", "entries"])
+def test_c54_a_folder_that_is_deleted_comes_back(make_server, folder, what):
+    server = make_server("hybrid", disk=folder)
+    before = talk(server, 2)
+    written(server)
+    index = list(folder.rglob("*.sqlite"))
+    assert len(index) == 1
+    home = index[0].parent
+    for path in {
+        "all": [folder],
+        "index": list(home.glob("*.sqlite*")),
+        "entries": [home / "entries"],
+    }[what]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    replies = talk(server, 2, seed=4)
+    for reply in replies:
+        server.assert_cold(reply)
+    restart(server)
+    again = talk(server, 2, seed=4)
+    assert [r.ids for r in again] == [r.ids for r in replies]
+    assert again[0].cached_tokens > 0
+    assert [r.ids for r in talk(server, 2)] == [r.ids for r in before]
 
 
 def test_c52_spoiled_files_are_read_anew(make_server, folder):
@@ -243,6 +271,29 @@ def test_c78_scopes_of_a_reset(make_server, folder):
     assert cached() > 0
     assert reset("all")["removed_entries"] >= 0
     assert cached() == 0
+
+
+def test_who_fills_the_disk_displaces_nobody_within_his_share(make_server, folder):
+    """Two conversations: one that ended long ago, one that goes on beyond the limit."""
+    server = make_server("dense", disk=folder)
+    talk(server, 2)
+    written(server)
+    size = statistics(server).get("disk_bytes")
+    assert size
+    room = 2.5 * size / (1 << 30)
+    small = folder.with_name("small")
+    server = make_server("dense", disk=small, apc_disk_max_gb=room)
+    kept = talk(server, 2)
+    large = talk(server, 9, seed=4)
+    written(server)
+    full = statistics(server)
+    assert full["disk_bytes"] <= full["disk_max_bytes"]
+    assert full["disk_evictions"] or full["disk_refused_entries"]
+    restart(server)
+    again = talk(server, 2)
+    assert [r.ids for r in again] == [r.ids for r in kept]
+    assert all(r.prefilled == 1 for r in again), "all of it was there"
+    assert [r.ids for r in talk(server, 9, seed=4)] == [r.ids for r in large]
 
 
 def test_c58_tenants_meet_nowhere(make_server, folder):

@@ -17,7 +17,7 @@ import xxhash
 
 from mlx_vlm_cacheplus.core import disk_folder
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES, SPOILED, TEMPORARY, Refused
-from mlx_vlm_cacheplus.core.disk_index import COMPANION, INDEX, SPAN, STATE, New
+from mlx_vlm_cacheplus.core.disk_index import COMPANION, INDEX, SPAN, STATE, New, pack
 from mlx_vlm_cacheplus.core.disk_store import DiskStore, Spoiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -379,14 +379,14 @@ def test_a_large_folder_is_opened_without_reading_it(folder, store, monkeypatch)
     """100,000 entries: the files are not even there."""
     root = store.root("weights", 0, "layout")
     rows = [
-        (root, 0, SPAN, 0, 1, n, b"\0" * 8, f"{n:032x}", 10, b"", 0, "", n, "", "")
+        (root, 0, SPAN, 0, 1, n, pack([n]), f"{n:032x}", 10, b"", 0, "", n, "", "", n)
         for n in range(100_000)
     ]
     with store._writing as writer:
         writer.executemany(
             "INSERT INTO entries (root, parent, kind, start, stop, first, ids, name, "
-            "nbytes, checksum, has_state, companion, last_use, turns, session) "
-            f"VALUES ({', '.join('?' * 15)})",
+            "nbytes, checksum, has_state, companion, last_use, turns, session, born) "
+            f"VALUES ({', '.join('?' * 16)})",
             rows,
         )
     store.close()

@@ -14,11 +14,12 @@ import pytest
 
 from mlx_vlm_cacheplus.core import disk_tier, disk_writer
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES, SPOILED
-from mlx_vlm_cacheplus.core.disk_index import COMPANION, SPAN, pack
+from mlx_vlm_cacheplus.core.disk_index import COMPANION, INDEX, SPAN, pack
 from mlx_vlm_cacheplus.core.disk_store import DiskStore
 from mlx_vlm_cacheplus.core.disk_tier import DiskTier
 from mlx_vlm_cacheplus.core.draft_state import DraftPart
 from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
+from mlx_vlm_cacheplus.core.session_table import Request, Salt, Sessions
 from tests.fakes.token_caches import LAYOUTS, nodes_of
 
 ROOM = 1 << 40
@@ -38,6 +39,8 @@ class Server:
     def __init__(self, folder, layout="hybrid", identity="weights", room=ROOM, **more):
         self.layout = LAYOUTS[layout]
         self.cache = SegmentCache(room)
+        if more.pop("sessions", False):
+            self.cache.policy = Sessions()
         self.store = DiskStore(folder, more.pop("max_bytes", None))
         try:
             self.store.open()
@@ -61,6 +64,8 @@ class Server:
 
     def turn(self, prompt, reply, salt=0):
         """Read a prompt, write a reply; returns how many tokens were restored."""
+        if isinstance(self.cache.policy, Sessions):
+            salt = Salt.of(salt, Request(answered_at=len(prompt)))
         restored, row = self.ask(prompt, salt)
         self.tier.reading = True
         rest = prompt[restored:]
@@ -77,6 +82,14 @@ class Server:
         self.tier.tick()
         self.cache.check_invariants()
         return restored
+
+    def end(self, prompt, reply):
+        """Write the reply of a prompt that ``turn`` has read without one."""
+        ids = [*prompt, *reply]
+        restored, row = self.ask(ids)
+        self.layout.feed(row, [ids[restored:]])
+        self.cache.commit(ids, 0, row, 0)
+        self.tier.tick()
 
     def flush(self):
         self.tier.tick()
@@ -149,6 +162,23 @@ def test_each_token_is_written_once_and_one_state_a_turn(start, layout):
     assert arrays <= 1.2 * (kv + created)
     tokens = sum(e.stop - e.start for e in server.store.all_entries())
     assert tokens == len(prompt) + len(reply)
+
+
+@pytest.mark.parametrize("layout", ["dense", "hybrid", "recurrent"])
+def test_a_prompt_is_written_while_its_reply_is(start, layout):
+    """At the end the reply's tokens and its end state are left to write."""
+    server = start(layout)
+    for prompt, reply in session(5):
+        server.turn(prompt, reply[:0])
+        server.flush()
+        before = server.store.all_entries()
+        assert max(e.stop for e in before) == len(prompt)
+        server.end(prompt, reply)
+        server.flush()
+        numbers = {e.number for e in before}
+        (added,) = [e for e in server.store.all_entries() if e.number not in numbers]
+        assert (added.start, added.stop) == (len(prompt), len(prompt) + len(reply))
+        assert added.has_state == (layout != "dense")
 
 
 def test_paths_that_part(start):
@@ -256,6 +286,31 @@ def test_a_slow_disk_holds_nobody_up(start, monkeypatch):
         assert server.ask([*prompt, *reply, 0])[0] == before
 
 
+def test_a_reply_is_spelled_as_it_was_however_early_the_kill(start, monkeypatch):
+    """Its tokens are there once its path is written, before anything is forced."""
+    server = start("hybrid")
+    server.turn([1, 2, 3, 4, 5], [])
+    server.flush()
+    gate = Gate(monkeypatch)
+    server.tier.keep_reply("owner", b"key", b"tokens")
+    server.end([1, 2, 3, 4, 5], [6, 7])
+    assert gate.entered.wait(SECONDS)
+    other = DiskStore(server.store.folder.path)
+    other.open()
+    assert other.replies("owner") == [b"tokens"]
+    other.close()
+    gate.open.set()
+
+
+def test_a_reply_alone_is_kept(start):
+    """Its path may be on disk already."""
+    server = start("dense")
+    server.tier.keep_reply("owner", b"key", b"tokens")
+    server.stop()
+    server = start("dense")
+    assert server.store.replies("owner") == [b"tokens"]
+
+
 def test_what_is_left_at_the_end_is_said(start, monkeypatch, caplog):
     server = start("hybrid")
     server.turn([1, 2, 3], [4])
@@ -264,7 +319,7 @@ def test_what_is_left_at_the_end_is_said(start, monkeypatch, caplog):
     server.turn([1, 2, 3, 4, 5], [6])
     assert gate.entered.wait(SECONDS)
     server.tier.close(0.0)
-    assert "Not written to disk in 0 s: 1 paths" in caplog.text
+    assert "Not written to disk in 0 s: 2 paths" in caplog.text, "prompt and reply"
     gate.open.set()
     server.tier.writer._thread.join(SECONDS)
     server = start("hybrid")
@@ -392,6 +447,30 @@ def test_an_index_that_lies_is_found_out(start):
     server.stop()
     server = start("dense")
     assert server.ask([1, 2, 7, 4, 9])[0] == 0
+
+
+def test_an_index_that_breaks_while_it_is_used_costs_one_miss(start, caplog):
+    """It is made anew from the files, which say what their rows were."""
+    server = start("hybrid")
+    for prompt, reply in session(8):
+        server.turn(prompt, reply)
+    server.stop()
+    server = start("hybrid")
+    server.flush()
+    index = server.store.folder.path / INDEX
+    content = bytearray(index.read_bytes())
+    # All pages but the first, which holds the schema.
+    content[4096:] = bytes(len(content) - 4096)
+    index.write_bytes(content)
+    ids = [*prompt, *reply, 1]
+    server.turn(ids, [2])
+    assert server.tier.writer.flush(SECONDS)
+    assert "made anew from its files" in caplog.text
+    server.cache.clear()
+    assert server.ask([*ids, 2, 3])[0] == len(ids) + 1
+    server.turn([*ids, 2, 3], [4])
+    server.stop()
+    assert start("hybrid").ask([*ids, 2, 3, 4, 5])[0] == len(ids) + 3
 
 
 def test_two_servers(start, caplog):
@@ -544,6 +623,7 @@ def test_a_whole_file_without_a_row_is_taken_in(start, monkeypatch, tmp_path, st
     """Killed between the last byte of a file and its row: nothing is lost."""
     server = start("hybrid")
     server.turn([1, 2, 3], [4])
+    server.turn([1, 2, 3, 4, 5], [])
     server.flush()
     stopped, copied = threading.Event(), threading.Event()
 
@@ -554,7 +634,7 @@ def test_a_whole_file_without_a_row_is_taken_in(start, monkeypatch, tmp_path, st
 
     with monkeypatch.context() as patch:
         patch.setattr(os, step, stop_here)
-        server.turn([1, 2, 3, 4, 5], [6, 7])
+        server.end([1, 2, 3, 4, 5], [6, 7])
         assert stopped.wait(SECONDS)
         shutil.copytree(tmp_path / "disk", tmp_path / "killed")
         copied.set()

@@ -53,6 +53,7 @@ class Settings:
     apc_checkpoint_interval_tokens: int = 2048
     apc_checkpoint_guard_tokens: int = 1
     disk: str | None = None
+    apc_disk_max_gb: float | None = None
     env: tuple[tuple[str, str], ...] = field(default_factory=tuple)
     adapter: str | None = None
 

@@ -14,6 +14,7 @@ CORE = {
     "mlx_vlm_cacheplus/core/disk_replies.py": "mlx_vlm/disk_replies.py",
     "mlx_vlm_cacheplus/core/disk_files.py": "mlx_vlm/disk_files.py",
     "mlx_vlm_cacheplus/core/disk_settings.py": "mlx_vlm/disk_settings.py",
+    "mlx_vlm_cacheplus/core/disk_policy.py": "mlx_vlm/disk_policy.py",
     "mlx_vlm_cacheplus/core/disk_store.py": "mlx_vlm/disk_store.py",
     "mlx_vlm_cacheplus/core/disk_identity.py": "mlx_vlm/disk_identity.py",
     "mlx_vlm_cacheplus/core/disk_safetensors.py": "mlx_vlm/disk_safetensors.py",
