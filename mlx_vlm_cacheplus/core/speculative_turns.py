@@ -38,6 +38,8 @@ from .draft_priming import DraftPrimer
 
 # Tokens of one prefill chunk while others decode: they wait for it at every step.
 CHUNK_BESIDE_ROWS = 512
+# Whether a row's verify steps were its own batch's alone, or shared with rows that joined.
+TURNS, MERGED = "turns", "merged"
 
 
 @dataclass
@@ -48,11 +50,15 @@ class DraftFigures:
     Attributes:
         rounds: verify steps that the row was in.
         accepted, drafted: tokens.
+        batching: TURNS or MERGED.
+        batching_reason: why turns, where others ran beside it; None elsewhere.
     """
 
     rounds: int = 0
     accepted: int = 0
     drafted: int = 0
+    batching: str = TURNS
+    batching_reason: str | None = None
 
 
 def open_turns(generator: Any) -> None:
