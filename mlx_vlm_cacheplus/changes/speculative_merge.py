@@ -13,7 +13,9 @@ AR = "mlx_vlm.generate.ar"
 
 class SpeculativeMerge(Change):
     name = "speculative-merge"
-    summary = "Speculative batches that run side by side become one, where that is faster"
+    summary = (
+        "Speculative batches that run side by side become one, where that is faster"
+    )
     targets = (
         Target(AR, "BatchGenerator.next"),
         Target(AR, "SpeculativeGenerationBatch.next"),

@@ -140,7 +140,7 @@ def _of_rows(entry: Any, places: Sequence[int]) -> Any:
         return BatchKVCache.merge([entry])
     rows = copy.copy(entry)
     if rows.batch_size != len(places):
-        rows.filter(mx.array(places))
+        rows.filter(mx.array(list(places)))
     return rows
 
 

@@ -43,9 +43,13 @@ from .joined_drafters import (
 )
 from .merge_pace import MODE, Pace
 from .row_samplers import sampling_of
-from .speculative_turns import MERGED, TURNS
 
 logger = logging.getLogger(__name__)
+
+# How a request shared the device with other drafted rows: not at all, verify steps of
+# its own in turns with theirs, or the same verify steps.
+ALONE, TURNS, MERGED = "alone", "turns", "merged"
+
 
 def join_batches(generator: Any) -> None:
     """Put speculative batches together that are better so.
@@ -56,20 +60,19 @@ def join_batches(generator: Any) -> None:
         generator: a batch generator; its ``speculative_batches`` may become fewer.
     """
     batches = getattr(generator, "speculative_batches", ())
-    mode = os.environ.get(MODE)
-    if len(batches) < 2 or mode == "never":
+    if len(batches) < 2:
         return
     kept: list[Any] = []
     with mx.stream(generator._stream):
         for batch in batches:
-            if not any(_joined(taker, batch, mode == "always") for taker in kept):
+            if not any(_joined(taker, batch) for taker in kept):
                 kept.append(batch)
     generator.speculative_batches = kept
 
 
-def _joined(taker: Any, batch: Any, always: bool) -> bool:
+def _joined(taker: Any, batch: Any) -> bool:
     """Whether ``taker`` has taken the rows of ``batch``; where not, the rows know why."""
-    reason = _reason_apart(taker, batch, always)
+    reason = _reason_apart(taker, batch)
     if reason is None:
         try:
             _take_rows(taker, batch)
@@ -78,13 +81,16 @@ def _joined(taker: Any, batch: Any, always: bool) -> bool:
             logger.warning("Batches take turns: %s", error, exc_info=True)
             batch.stays_apart = reason = f"joining failed: {error}"
     for figures in (*taker.draft_figures.values(), *batch.draft_figures.values()):
-        if figures.batching == TURNS:
-            figures.batching_reason = reason
+        if figures.batching != MERGED:
+            figures.batching, figures.batching_reason = TURNS, reason
     return False
 
 
-def _reason_apart(taker: Any, batch: Any, always: bool) -> str | None:
+def _reason_apart(taker: Any, batch: Any) -> str | None:
     """Why two batches take turns; None where they are to join."""
+    mode = os.environ.get(MODE)
+    if mode == "never":
+        return f"{MODE} is never"
     reason = (
         _reason_not_ready(taker)
         or _reason_not_ready(batch)
@@ -92,7 +98,7 @@ def _reason_apart(taker: Any, batch: Any, always: bool) -> str | None:
         or reason_apart(taker)
         or reason_apart(batch)
     )
-    if reason is not None or always:
+    if reason is not None or mode == "always":
         return reason
     return pace_of(taker).slower_together(len(taker), len(batch))
 
@@ -104,7 +110,7 @@ def _reason_not_ready(batch: Any) -> str | None:
     if getattr(batch, "drafted", None) is None:
         return "its rounds are not known"
     if batch._rounds_iter is None or not batch.drafted.accepted:
-        return "it had no round of its own yet"
+        return "one of the batches had no round of its own yet"
     for entry in batch.prompt_cache:
         if type(entry) not in JOINABLE:
             return f"{type(entry).__name__} takes no rows"
@@ -163,9 +169,6 @@ def _take_rows(taker: Any, batch: Any) -> None:
     # The round loop counts from one again: the newest token of each row.
     taker.drawn_before = [count - 1 for count in taker._num_tokens]
     offer_rows(taker, primer, taker.coordinator)
-    for uid in uids:
-        taker.draft_figures[uid].batching = MERGED
-        taker.draft_figures[uid].batching_reason = None
     _empty(batch)
 
 
@@ -282,12 +285,21 @@ def timed_round(batch: Any, advance: Callable[[], list]) -> list:
     running = batch._rounds_iter is not None
     start = time.perf_counter()
     responses = advance()
-    if running and getattr(batch, "drafted", None) is not None and batch.drafted.newest:
-        newest = batch.drafted.newest
+    newest = batch.drafted.newest if getattr(batch, "drafted", None) else ()
+    if running and newest:
         pace_of(batch).add(
             rows=len(newest),
             width=batch.draft_model.draft_lens[-1] + 1,
             seconds=time.perf_counter() - start,
             tokens=sum(len(new) for _, _, new in newest),
         )
+    for row, *_ in newest:
+        _note_shared(batch.draft_figures[batch._all_uids[row]], len(newest) > 1)
     return responses
+
+
+def _note_shared(figures: Any, shared: bool) -> None:
+    if shared:
+        figures.batching, figures.batching_reason = MERGED, None
+    elif figures.batching is None:
+        figures.batching = ALONE

@@ -38,8 +38,6 @@ from .draft_priming import DraftPrimer
 
 # Tokens of one prefill chunk while others decode: they wait for it at every step.
 CHUNK_BESIDE_ROWS = 512
-# Whether a row's verify steps were its own batch's alone, or shared with rows that joined.
-TURNS, MERGED = "turns", "merged"
 
 
 @dataclass
@@ -50,14 +48,14 @@ class DraftFigures:
     Attributes:
         rounds: verify steps that the row was in.
         accepted, drafted: tokens.
-        batching: TURNS or MERGED.
-        batching_reason: why turns, where others ran beside it; None elsewhere.
+        batching: how it shared the device with other drafted rows; None if nobody says.
+        batching_reason: why so, where there is one.
     """
 
     rounds: int = 0
     accepted: int = 0
     drafted: int = 0
-    batching: str = TURNS
+    batching: str | None = None
     batching_reason: str | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.behaviour.test_speculative_turns import come_and_go
 from tests.fakes.models import DRAFTERS, record_prompt
 from tests.fakes.server import system, user
 from tests.fakes.timeline import Timeline
@@ -49,6 +50,19 @@ def test_a_newcomer_shares_the_verify_steps(server):
     assert [reply.ids for reply in replies] == [want.ids for want in wants]
     first, second = (reply.record.uid for reply in replies)
     shared = [who for kind, who in line.events if kind == "round" and len(who) == 2]
-    print(len(shared), len(line.rounds_of(first)), len(line.rounds_of(second)),
-          [w.raw["timings"] for w in wants])
+    print(
+        len(shared),
+        len(line.rounds_of(first)),
+        len(line.rounds_of(second)),
+        [w.raw["timings"] for w in wants],
+    )
     assert len(shared) > 5
+
+
+def test_rows_come_and_go(server):
+    come_and_go(server, 64)
+
+
+@pytest.mark.slow
+def test_many_rows_come_and_go(server):
+    come_and_go(server, 504)

@@ -3,10 +3,11 @@
     python -m tests.bench.staggered_agents                      all bundled drafters, about ten minutes
     python -m tests.bench.staggered_agents --small              the mechanics: two agents, one drafter
 
-Three sides, each a process of its own with the in-process server of the tests (tiny trained models, greedy, float32,
-CPU): stock with the drafter, stock without it, and the plugin with the drafter.  Each agent has a conversation of
-its own; the next one starts when the one before it has its eighth event.  A side plays everything once to compile, then, on
-an empty cache, timed.  The order of the sides alternates between rounds.
+Four sides, each a process of its own with the in-process server of the tests (tiny trained models, greedy, float32,
+CPU): stock with the drafter, stock without it, and the plugin with the drafter, whose speculative batches take turns
+or join.  Each agent has a conversation of its own; the next one starts when the one before it has its eighth event.
+A side plays everything once to compile, then, on an empty cache, timed.  The order of the sides alternates between
+rounds.  A verify step is one forward pass of the target over what was drafted, or over one token where nothing is.
 
 Sides are compared where they did the same work: equal ids of every prompt and reply.  Otherwise no ratio is given.
 """
@@ -29,8 +30,9 @@ from typing import Any
 from tests.bench import gpu_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-STOCK, ALONE, PLUS = "stock + drafter", "stock", "plus + drafter"
-SIDES = (STOCK, ALONE, PLUS)
+STOCK, ALONE = "stock + drafter", "stock"
+TURNS, PLUS = "plus + drafter, turns", "plus + drafter"
+SIDES = (STOCK, ALONE, TURNS, PLUS)
 TOKENS = 96
 # Events of a stream behind which the next agent starts.
 LEAD = 8
@@ -99,10 +101,12 @@ def watched_server(host: Any, settings: Any) -> Any:
 
 def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
     """All agents, staggered, on an empty cache."""
+    from tests.fakes.timeline import Timeline
+
     server.clear_cache()
     crew = [Agent(server, number, turns) for number in range(agents)]
     started = time.perf_counter()
-    with ThreadPoolExecutor(agents) as pool:
+    with Timeline() as line, ThreadPoolExecutor(agents) as pool:
         jobs = []
         for agent in crew:
             jobs.append(pool.submit(agent.run))
@@ -115,13 +119,14 @@ def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
         "ttft": statistics.mean(request["wait"] for request in requests),
         "worst": max(request["wait"] for request in requests),
         "rate": sum(request["tokens"] for request in requests) / seconds,
+        "steps": sum(kind in ("round", "step") for kind, _ in line.events),
         "work": [request["work"] for request in requests],
     }
 
 
 def run_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
     """In a process of its own: one pass to compile, one that is timed."""
-    if side == PLUS:
+    if side in (TURNS, PLUS):
         import mlx_vlm_cacheplus
 
         report = mlx_vlm_cacheplus.activate()
@@ -144,8 +149,9 @@ def ask_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
     """Run one side in a process and return what it measured."""
     command = [sys.executable, "-m", "tests.bench.staggered_agents", "--side", side]
     command += ["--drafters", name, "--agents", str(agents), "--turns", str(turns)]
-    switch = "" if side == PLUS else "0"
+    switch = "" if side in (TURNS, PLUS) else "0"
     env = {**os.environ, "MLX_VLM_CACHEPLUS": switch, "PYTHONPATH": str(ROOT)}
+    env["MLX_VLM_SPECULATIVE_MERGE"] = "never" if side == TURNS else "auto"
     env |= {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True
@@ -170,8 +176,8 @@ def rows_of(name: str, rounds: list[dict[str, dict[str, Any]]]) -> list[list[str
                 for f in ("ttft", "rate")
             ]
         figures = [f"{1000 * median(side, f):.0f}" for f in ("ttft", "worst")]
-        rate = f"{median(side, 'rate'):.0f}"
-        rows.append([f"`{name}`", side, *figures, ratios[0], rate, ratios[1]])
+        rate, steps = (f"{median(side, f):.0f}" for f in ("rate", "steps"))
+        rows.append([f"`{name}`", side, *figures, ratios[0], steps, rate, ratios[1]])
     return rows
 
 
@@ -207,7 +213,8 @@ def main() -> int:
         "worst TTFT, ms",
         "of stock + drafter",
     ]
-    print(gpu_tables.table(header + ["tok/s of all", "of stock + drafter"], rows))
+    header += ["verify steps", "tok/s of all", "of stock + drafter"]
+    print(gpu_tables.table(header, rows))
     return 0
 
 
