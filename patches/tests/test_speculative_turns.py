@@ -22,6 +22,12 @@ def model():
     return build_target()
 
 
+@pytest.fixture(autouse=True)
+def turns(monkeypatch):
+    """Also where batches could join."""
+    monkeypatch.setenv("MLX_VLM_SPECULATIVE_MERGE", "never")
+
+
 def drafted(model, drafter, kind, manager=None, **more):
     return Run(
         model,

@@ -144,13 +144,15 @@ class Batch:
         count = len(lengths)
         self._all_uids = list(range(first, first + count))
         self._finished = [row in ended for row in range(count)]
-        self.uids = [u for u, done in zip(self._all_uids, self._finished) if not done]
+        self.uids = [
+            u
+            for u, done in zip(self._all_uids, self._finished, strict=True)
+            if not done
+        ]
         self.max_tokens, self._num_tokens = [20 + first] * count, [first + 4] * count
         self.prompt_cache = [batch_cache(*lengths, first=first)]
         drafter_cache = [batch_cache(*(n - 1 for n in lengths), first=first)]
-        self.draft_model = Lookahead(
-            drafter_cache, mx.array([n for n in lengths]), first
-        )
+        self.draft_model = Lookahead(drafter_cache, mx.array(list(lengths)), first)
         self.drafted = DraftedRows(self._all_uids, {})
         self.drafted.accepted = dict(enumerate(accepted))
         self.drafted.bonus = {row: 50 + first + row for row in range(count)}
@@ -437,10 +439,10 @@ def test_the_first_round_of_a_loop_is_not_measured():
     a = Batch(0, (5,), (1,))
     a.drafted.newest = [(0, 1, [7, 8])]
     loop, a._rounds_iter = a._rounds_iter, None
-    core.timed_round(a, lambda: [])
+    core.timed_round(a, list)
     assert not core.pace_of(a).averages
     a._rounds_iter = loop
-    core.timed_round(a, lambda: [])
+    core.timed_round(a, list)
     ((shape, average),) = core.pace_of(a).averages.items()
     assert shape == (1, 4) and average.rounds == 1 and average.tokens == 2
 
