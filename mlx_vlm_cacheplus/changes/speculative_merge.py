@@ -9,6 +9,7 @@ from ..change import Change, Option, Target
 from ..core.merge_pace import MODE, check_mode
 
 AR = "mlx_vlm.generate.ar"
+MTP = "mlx_vlm.speculative.mtp"
 
 
 class SpeculativeMerge(Change):
@@ -20,6 +21,7 @@ class SpeculativeMerge(Change):
         Target(AR, "BatchGenerator.next"),
         Target(AR, "SpeculativeGenerationBatch.next"),
         Target(AR, "run_speculative_server_rounds"),
+        Target(MTP, "_mtp_verify_target"),
     )
     why = (
         "Batches that take turns verify apart: four rows that came one after the other cost four verify steps a token, "
@@ -30,7 +32,7 @@ class SpeculativeMerge(Change):
     requires = ("draft-state", "row-samplers", "speculative-turns")
     options = (
         Option(
-            "--cacheplus-speculative-merge",
+            "--cacheplus-draft-merge",
             MODE,
             "Speculative batches that run side by side become one: auto (the default: where their rounds were measured "
             "to be faster so), always (where it is possible), or never.",
@@ -43,6 +45,7 @@ class SpeculativeMerge(Change):
     def apply(self, patcher: Any) -> None:
         from ..core import drafted_replies
         from ..core import speculative_merge as core
+        from ..core.round_features import note_features
 
         def turn(original: Any) -> Any:
             return lambda self: core.timed_round(
@@ -60,11 +63,20 @@ class SpeculativeMerge(Change):
 
             return wrapper
 
+        def verify(original: Any) -> Any:
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                note_features([result.hidden])
+                return result
+
+            return wrapper
+
         patcher.precede(
             AR, "BatchGenerator.next", lambda self, **_: core.join_batches(self)
         )
         patcher.replace_method(AR, "SpeculativeGenerationBatch.next", turn)
         patcher.replace_method(AR, "run_speculative_server_rounds", rounds)
+        patcher.replace_method(MTP, "_mtp_verify_target", verify)
 
 
 CHANGE = SpeculativeMerge()

@@ -5,7 +5,8 @@ Each batch drafts with a copy of the loaded drafter.  Between two rounds its sta
 - of *look-ahead* drafters (MTP, EAGLE3): keys and values, the next position, and the
   seed: the proposal that the last round's forward pass left, with its hidden state;
 - of *context* drafters (DFlash, DSpark): a cache for each row, and the features of the
-  tokens that the last round accepted, which the next round reads first.
+  tokens that the last round accepted, which the next round reads first;
+- of *assistants* (MTP drafters that read the target's own caches): none.
 
 A round loop that starts asks the drafter to ``reset`` (context drafters also to
 ``make_cache``); here these hand out the joined state.
@@ -14,12 +15,14 @@ A round loop that starts asks the drafter to ``reset`` (context drafters also to
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, BatchKVCache, KVCache
+from mlx_vlm.speculative.mtp import _mtp_shared_kv_from_prompt_cache
 
 from .draft_priming import DraftPrimer, PrimedRow, takes_ragged_rows
 
@@ -60,8 +63,9 @@ class LiveRows:
         return array[mx.array(self.places)]
 
     def primed(self) -> list[PrimedRow]:
-        """What the drafter holds of each row."""
-        return [self.batch.primer.rows[row] for row in self.rows]
+        """What the drafter holds of each row; nothing of an assistant's."""
+        primer = getattr(self.batch, "primer", None)
+        return [] if primer is None else [primer.rows[row] for row in self.rows]
 
     def accepted(self) -> list[int]:
         """Accepted draft tokens of each row in the newest round."""
@@ -86,9 +90,10 @@ class RowFeatures:
 def reason_apart(batch: Any) -> str | None:
     """Why the drafter of a running batch cannot take other rows; None if it can."""
     drafter = batch.draft_model
-    if not isinstance(getattr(batch, "primer", None), DraftPrimer):
+    assistant = is_assistant(batch)
+    if not (assistant or isinstance(getattr(batch, "primer", None), DraftPrimer)):
         return "its drafter has no state of a known kind"
-    if batch.draft_kind == "dflash":
+    if batch.draft_kind == "dflash" or assistant:
         known = getattr(batch, "verified_features", None) is not None
         return None if known else "its drafter's features are not known"
     name = type(drafter).__name__
@@ -99,6 +104,24 @@ def reason_apart(batch: Any) -> str | None:
     if drafter._seed_token is None or getattr(drafter, "verified_hidden", None) is None:
         return f"{name} has no proposal ready"
     return None
+
+
+def is_assistant(batch: Any) -> bool:
+    """Whether the batch's drafter keeps nothing but what it is shown of the target."""
+    has = functools.partial(hasattr, batch.draft_model)
+    mtp = batch.draft_kind == "mtp" and has("set_shared_kv")
+    return mtp and not has("prefill_from_target_hidden")
+
+
+def shown_of_target(batch: Any, entries: list[Any]) -> dict[str, Any]:
+    """What a round loop shows an assistant of the target's caches; nothing to others."""
+    if not is_assistant(batch):
+        return {}
+    target = getattr(batch.model, "language_model", batch.model)
+    shown: dict[str, Any] = _mtp_shared_kv_from_prompt_cache(target, entries)
+    if not shown:
+        raise ValueError("the target's caches are not those that its drafter reads")
+    return shown
 
 
 def join_drafters(own: LiveRows, other: LiveRows) -> tuple[Any, Callable[[], None]]:
@@ -118,7 +141,7 @@ def join_drafters(own: LiveRows, other: LiveRows) -> tuple[Any, Callable[[], Non
         features = RowFeatures([*_segments(own), *_segments(other)])
         return features, lambda: _hand_out_caches(drafter, [row.cache for row in rows])
     hidden = mx.concatenate([_newest_hidden(own), _newest_hidden(other)])
-    state = _joined_lookahead(own, other)
+    state = {} if is_assistant(own.batch) else _joined_lookahead(own, other)
     return hidden, lambda: _hand_out_state(drafter, state)
 
 
@@ -155,7 +178,10 @@ def _segments(rows: LiveRows) -> list[mx.array]:
 
 def _newest_hidden(rows: LiveRows) -> mx.array:
     """The target's hidden state before each row's newest token, [rows, 1, features]."""
-    hidden = rows.batch.draft_model.verified_hidden
+    if is_assistant(rows.batch):
+        (hidden,) = rows.batch.verified_features
+    else:
+        hidden = rows.batch.draft_model.verified_hidden
     return hidden[mx.array(rows.places), mx.array(rows.accepted())][:, None]
 
 
@@ -184,11 +210,11 @@ def _hand_out_state(drafter: Any, state: dict[str, Any]) -> None:
     history = drafter.accept_lens[-HISTORY:], drafter.draft_lens[-HISTORY:]
 
     def reset(target_model: Any, left_padding: Any = None) -> Any:
-        type(drafter).reset(drafter, target_model)
+        fresh = type(drafter).reset(drafter, target_model)
         drafter.accept_lens, drafter.draft_lens = map(list, history)
         for name in list(state):
             setattr(drafter, name, state.pop(name))
-        return drafter._cache
+        return getattr(drafter, "_cache", fresh)
 
     drafter.verified_hidden = None
     drafter.reset = reset

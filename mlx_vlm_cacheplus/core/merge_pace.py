@@ -10,14 +10,16 @@ import itertools
 from dataclasses import dataclass
 
 # How batches are put together: by measured cost, wherever they can be, or never.
-MODE = "MLX_VLM_SPECULATIVE_MERGE"
+MODE = "MLX_VLM_DRAFT_MERGE"
 MODES = ("auto", "always", "never")
 
 # Weight of the newest round in an average.
 NEWEST = 0.2
+# What an older round of another width still counts, a round later.
+FADING = 0.97
 # A round may count as so many times the average: a pause is not the batch's cost.
 CEILING = 3.0
-# Rounds of one shape before its average counts; the first ones may compile kernels.
+# Rounds of so many rows before they count; the first ones may compile kernels.
 ENOUGH = 6
 # What was found slower is tried again after so many refusals: lengths and loads change.
 RETRY = 512
@@ -42,15 +44,18 @@ class Average:
         seconds: of a round; the first is not kept.
         tokens: emitted in a round, by all rows.
         rounds: how many were seen.
+        weight: the same, of late.
     """
 
     seconds: float = 0.0
     tokens: float = 0.0
     rounds: int = 0
+    weight: float = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
         """Enter one round."""
         self.rounds += 1
+        self.weight += 1
         if self.rounds <= 2:
             self.seconds, self.tokens = seconds, float(tokens)
             return
@@ -61,30 +66,41 @@ class Average:
 class Pace:
     """What rounds take, by how many rows they verify and how many tokens of each.
 
+    Widths change with acceptance and where a reply is about to end; a batch's pace is
+    that of the widths it had of late.
+
     Attributes:
-        averages: by (rows, width); width counts the token that a round feeds first.
+        averages: by rows, then by width, which counts the token that a round feeds first.
     """
 
     def __init__(self) -> None:
-        self.averages: dict[tuple[int, int], Average] = {}
-        self._newest: dict[int, Average] = {}
+        self.averages: dict[int, dict[int, Average]] = {}
         self._refused = itertools.count(1)
 
     def add(self, rows: int, width: int, seconds: float, tokens: int) -> None:
         """Enter a round of so many rows, each of so many tokens."""
-        average = self.averages.setdefault((rows, width), Average())
-        average.add(seconds, tokens)
-        if average.rounds >= ENOUGH:
-            # Widths change with acceptance; the one in use tells what comes next.
-            self._newest[rows] = average
+        widths = self.averages.setdefault(rows, {})
+        for average in widths.values():
+            average.weight *= FADING
+        widths.setdefault(width, Average()).add(seconds, tokens)
 
     def rate(self, *batches: int) -> float | None:
         """Tokens per second of batches of so many rows that take turns; None if unknown."""
-        found = [self._newest.get(rows) for rows in batches]
-        known = [average for average in found if average is not None]
+        rounds = [self._round(rows) for rows in batches]
+        known = [one for one in rounds if one is not None]
         if len(known) < len(batches):
             return None
-        return sum(a.tokens for a in known) / sum(a.seconds for a in known)
+        return sum(tokens for _, tokens in known) / sum(seconds for seconds, _ in known)
+
+    def _round(self, rows: int) -> tuple[float, float] | None:
+        """(seconds, tokens) of a round of so many rows; None before it was seen enough."""
+        widths = self.averages.get(rows, {}).values()
+        if sum(average.rounds for average in widths) < ENOUGH:
+            return None
+        weight = sum(average.weight for average in widths)
+        seconds = sum(average.weight * average.seconds for average in widths)
+        tokens = sum(average.weight * average.tokens for average in widths)
+        return seconds / weight, tokens / weight
 
     def slower_together(self, rows: int, others: int) -> str | None:
         """Why two batches are better apart; None where nothing says so.
@@ -96,13 +112,8 @@ class Pace:
         if together is None or apart is None or together >= apart:
             return None
         if next(self._refused) % RETRY == 0:
-            self._forget(rows + others)
+            del self.averages[rows + others]
         return (
             f"{rows + others} rows were slower together: {together:.0f} tokens per second"
             f" in place of {apart:.0f}"
         )
-
-    def _forget(self, rows: int) -> None:
-        del self._newest[rows]
-        for shape in [shape for shape in self.averages if shape[0] == rows]:
-            del self.averages[shape]

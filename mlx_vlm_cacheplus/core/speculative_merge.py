@@ -40,6 +40,7 @@ from .joined_drafters import (
     join_drafters,
     joined_entries,
     reason_apart,
+    shown_of_target,
 )
 from .merge_pace import MODE, Pace
 from .row_samplers import sampling_of
@@ -137,8 +138,10 @@ def _take_rows(taker: Any, batch: Any) -> None:
     features, install = join_drafters(own, other)
     bonus = [one.batch.drafted.bonus[row] for one in (own, other) for row in one.rows]
     uids = [one.batch._all_uids[row] for one in (own, other) for row in one.rows]
-    primer = copy.copy(taker.primer)
-    primer.rows = [*own.primed(), *other.primed()]
+    entries = joined_entries(taker.prompt_cache, batch.prompt_cache, own, other)
+    primer = copy.copy(getattr(taker, "primer", None))
+    if primer is not None:
+        primer.rows = [*own.primed(), *other.primed()]
     fields = {
         **{name: _of_both(own, other, name) for name in ("max_tokens", "_num_tokens")},
         "uids": uids,
@@ -146,16 +149,13 @@ def _take_rows(taker: Any, batch: Any) -> None:
         "_finished": [False] * len(uids),
         "first_tokens": mx.array(bonus, dtype=taker.token_dtype),
         "hidden": features,
-        "prompt_cache": joined_entries(
-            taker.prompt_cache, batch.prompt_cache, own, other
-        ),
+        "prompt_cache": entries,
         "drafted": _joined_ledgers(taker, batch, uids, bonus),
         "_rope_deltas": _joined_deltas(own, other),
         "row_sampling": {**sampling_of(taker), **sampling_of(batch)},
         "draft_figures": {**taker.draft_figures, **batch.draft_figures},
-        # One starts with no prompt, and with what others read of the target's caches.
         "prompt_tokens": None,
-        "shared_kv_states": {},
+        "shared_kv_states": shown_of_target(taker, entries),
         "verified_features": None,
         "_rounds_iter": None,
     }
@@ -168,7 +168,8 @@ def _take_rows(taker: Any, batch: Any) -> None:
     taker.__dict__.update(fields)
     # The round loop counts from one again: the newest token of each row.
     taker.drawn_before = [count - 1 for count in taker._num_tokens]
-    offer_rows(taker, primer, taker.coordinator)
+    if primer is not None:
+        offer_rows(taker, primer, taker.coordinator)
     _empty(batch)
 
 

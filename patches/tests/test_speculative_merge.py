@@ -11,7 +11,7 @@ from mlx_vlm.tests.drafting_fixtures import (
     prompt_of,
 )
 
-MODE = "MLX_VLM_SPECULATIVE_MERGE"
+MODE = "MLX_VLM_DRAFT_MERGE"
 
 
 @pytest.fixture(params=list(DRAFTERS))

@@ -25,7 +25,7 @@ def model():
 @pytest.fixture(autouse=True)
 def turns(monkeypatch):
     """Also where batches could join."""
-    monkeypatch.setenv("MLX_VLM_SPECULATIVE_MERGE", "never")
+    monkeypatch.setenv("MLX_VLM_DRAFT_MERGE", "never")
 
 
 def drafted(model, drafter, kind, manager=None, **more):

@@ -10,6 +10,7 @@ import pytest
 from tests.behaviour.stored import leases
 from tests.behaviour.test_speculative_turns import Agents, assert_nothing_is_left
 from tests.fakes.models import DRAFTERS, record_prompt
+from tests.fakes.oracle import make_drafter
 from tests.fakes.replies import RequestFailed
 from tests.fakes.server import system, user
 from tests.fakes.timeline import Timeline
@@ -17,7 +18,7 @@ from tests.fakes.timeline import Timeline
 pytestmark = pytest.mark.change("speculative-merge")
 
 ar = importlib.import_module("mlx_vlm.generate.ar")
-MODE = "MLX_VLM_SPECULATIVE_MERGE"
+MODE = "MLX_VLM_DRAFT_MERGE"
 ENV = {"PREFILL_STEP_SIZE": "32", "MLX_VLM_DRAFT_BLOCK_SIZE": "4", MODE: "always"}
 SETTINGS = {"apc_checkpoint_entries": 16, "env": ENV}
 LONG = record_prompt(31, 16, task="dump").messages
@@ -26,9 +27,17 @@ MIDDLE = record_prompt(5, 8, filler=1, task="dump").messages
 OTHER = record_prompt(9, 12, task="dump").messages
 
 
-@pytest.fixture(params=[*DRAFTERS])
-def server(request, make_server):
+@pytest.fixture(scope="session")
+def assistant(tmp_path_factory):
+    """A drafter that keeps no state: it reads the target's caches. Its weights are random."""
+    return make_drafter(tmp_path_factory.mktemp("drafter") / "a", kind="assistant")
+
+
+@pytest.fixture(params=[*DRAFTERS, "assistant"])
+def server(request, make_server, assistant):
     """A server with a drafter of each kind; batches join wherever they can."""
+    if request.param == "assistant":
+        return make_server("dense", draft_model=assistant, **SETTINGS)
     return make_server(DRAFTERS[request.param], draft_model=request.param, **SETTINGS)
 
 

@@ -26,7 +26,7 @@ SETTINGS = {
         "PREFILL_STEP_SIZE": str(CHUNK),
         "MLX_VLM_DRAFT_BLOCK_SIZE": "4",
         # Where batches could join, they take turns all the same.
-        "MLX_VLM_SPECULATIVE_MERGE": "never",
+        "MLX_VLM_DRAFT_MERGE": "never",
     },
 }
 KINDS = [*DRAFTERS, "assistant"]

@@ -151,7 +151,7 @@ def ask_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
     command += ["--drafters", name, "--agents", str(agents), "--turns", str(turns)]
     switch = "" if side in (TURNS, PLUS) else "0"
     env = {**os.environ, "MLX_VLM_CACHEPLUS": switch, "PYTHONPATH": str(ROOT)}
-    env["MLX_VLM_SPECULATIVE_MERGE"] = "never" if side == TURNS else "auto"
+    env["MLX_VLM_DRAFT_MERGE"] = "never" if side == TURNS else "auto"
     env |= {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True

@@ -56,16 +56,24 @@ def test_what_was_slower_is_tried_again_after_a_while():
     refused = [pace.slower_together(1, 1) is not None for _ in range(RETRY + 1)]
     assert refused == [True] * RETRY + [False]
     assert pace.rate(1) is not None and pace.rate(2) is None
-    assert not [shape for shape in pace.averages if shape[0] == 2]
+    assert 2 not in pace.averages
 
 
-def test_the_width_in_use_counts():
+def test_the_widths_of_late_count():
     pace = measured((1, 0.01, 3), (2, 0.1, 5))
     assert pace.slower_together(1, 1) is not None
-    for _ in range(ENOUGH):
+    for _ in range(300):
         pace.add(rows=2, width=2, seconds=0.011, tokens=5)
     assert pace.slower_together(1, 1) is None
-    assert len(pace.averages) == 3
+    assert pace.rate(2) == pytest.approx(5 / 0.011, rel=1e-2)
+    assert pace.averages[2].keys() == {2, 4}
+
+
+def test_the_last_round_of_a_reply_does_not_decide():
+    pace = measured(*[(1, 0.01, 3)] * 5, (2, 0.012, 5))
+    for _ in range(2):
+        pace.add(rows=2, width=2, seconds=0.012, tokens=1)
+    assert pace.slower_together(1, 1) is None
 
 
 def test_a_pause_is_not_the_cost_of_a_round():

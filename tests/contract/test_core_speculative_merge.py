@@ -17,6 +17,7 @@ from mlx_vlm_cacheplus.core.joined_drafters import (
     join_drafters,
     joined_entries,
     reason_apart,
+    shown_of_target,
 )
 from mlx_vlm_cacheplus.core.merge_pace import MODE
 from mlx_vlm_cacheplus.core.row_samplers import Sampling
@@ -257,6 +258,36 @@ def test_context_drafters_keep_a_cache_for_each_row():
     assert handed == [["cache 0"], ["cache 1"], ["cache 10"]]
 
 
+def test_an_assistant_is_shown_the_joined_caches_of_the_target():
+    class Assistant(SimpleNamespace):
+        def reset(self, target):
+            self.accept_lens = []
+            return "nothing of its own"
+
+    def batch(first, lengths, accepted, **more):
+        hidden = first + mx.arange(len(lengths) * 4.0).reshape(-1, 4, 1)
+        drafter = Assistant(set_shared_kv=None, accept_lens=[2] * 40, draft_lens=[])
+        layers = [SimpleNamespace(layer_type="full_attention")]
+        model = SimpleNamespace(model=SimpleNamespace(layers=layers))
+        fields = {"draft_model": drafter, "model": model, "primer": None, **more}
+        return Batch(first, lengths, accepted, verified_features=[hidden], **fields)
+
+    a, b = batch(0, (5, 9), (1, 2), ended=[0]), batch(10, (7,), (3,))
+    core.join_batches(generator_of(a, b))
+    assert a.uids == [1, 10] and a.hidden[:, 0, 0].tolist() == [6.0, 13.0]
+    keys, values = a.shared_kv_states["full_attention"]
+    assert keys.shape == values.shape == (2, 1, 9, DIM)
+    assert a.draft_model.reset(None) == "nothing of its own"
+    assert a.draft_model.accept_lens == [2] * 32
+    c, d = (batch(20, (4,), (0,)) for _ in range(2))
+    d.verified_features = None
+    assert reason_apart(c) is None
+    assert reason_apart(d) == "its drafter's features are not known"
+    c.model.model.layers = []
+    with pytest.raises(ValueError, match="not those that its drafter reads"):
+        shown_of_target(c, c.prompt_cache)
+
+
 def test_features_are_taken_row_by_row():
     features = RowFeatures([mx.zeros((1, 2, 3)), mx.ones((1, 5, 3))])
     assert features.shape == (2, 5, 3)
@@ -296,7 +327,8 @@ def other_rows(batch):
 
 
 def without_state(batch):
-    batch.primer = None
+    batch.primer = None  # and no assistant
+    batch.draft_model.prefill_from_target_hidden = None
 
 
 def one_position(batch):
@@ -443,8 +475,9 @@ def test_the_first_round_of_a_loop_is_not_measured():
     assert not core.pace_of(a).averages
     a._rounds_iter = loop
     core.timed_round(a, list)
-    ((shape, average),) = core.pace_of(a).averages.items()
-    assert shape == (1, 4) and average.rounds == 1 and average.tokens == 2
+    assert core.pace_of(a).averages.keys() == {1}
+    ((width, average),) = core.pace_of(a).averages[1].items()
+    assert width == 4 and average.rounds == 1 and average.tokens == 2
 
 
 @pytest.mark.parametrize(("mode", "left"), [("auto", 2), ("always", 1), ("never", 2)])

@@ -1,8 +1,9 @@
 """speculative-merge: batches join before a step's rounds; a round loop starts where rows stand."""
 
-from tools.patch_tree import AnyEdit, Edit, before
+from tools.patch_tree import AnyEdit, Edit, after, before
 
 AR = "mlx_vlm/generate/ar.py"
+MTP = "mlx_vlm/speculative/mtp.py"
 
 CORE = {
     "mlx_vlm_cacheplus/core/speculative_merge.py": "mlx_vlm/generate/speculative_merge.py",
@@ -46,5 +47,16 @@ EDITS: list[AnyEdit] = [
         "        return take_turns(self, functools.partial(self._advance, **kwargs))\n",
         "        join_batches(self)\n",
         within="BatchGenerator.next",
+    ),
+    before(
+        MTP,
+        "\n\n@dataclass\nclass _MTPVerifyResult:",
+        "from .round_features import note_features\n",
+    ),
+    after(
+        MTP,
+        "                hidden_full = verify.hidden  # [B_active, bs, H]\n",
+        "                note_features([hidden_full])\n",
+        within="_mtp_rounds_batch",
     ),
 ]
