@@ -66,6 +66,15 @@ def rounds(line):
     return [who for kind, who in line.events if kind == "round"]
 
 
+def joins(steps):
+    """How often a row had others beside it in a round than in its round before."""
+    before, count = {}, 0
+    for who in steps:
+        count += any(not set(who) <= before[uid] for uid in who if uid in before)
+        before.update(dict.fromkeys(who, set(who)))
+    return count
+
+
 def run(server, *asks, after=4):
     """Each begins when the first has emitted so many tokens more; replies and rounds."""
     starts = [(after * number, ask) for number, ask in enumerate(asks, start=1)]
@@ -103,6 +112,7 @@ def test_rows_that_accept_all_cost_what_the_longest_costs(make_server):
 def test_figures_are_the_row_s_own(server):
     asks = [asked(LONG, 96), asked(MIDDLE, 24)]
     (one, two), steps = run(server, *asks)
+    assert joins(steps) == 1
     for reply in (one, two):
         own, drafted, accepted = figures(reply)
         assert own == sum(reply.record.uid in who for who in steps)
@@ -215,14 +225,15 @@ def test_the_switch(make_server, name):
 
 def come_and_go(server, requests):
     agents = Agents(server)
-    widest = []
+    widest, joined = [], []
     for at_once in (1, 2, 4, 8):
         with Timeline() as line:
             agents.run(at_once, requests // 4)
         widest.append(max(map(len, rounds(line))))
+        joined.append(joins(rounds(line)))
         assert_nothing_is_left(server)
     assert not agents.wrong
-    assert widest[0] == 1 and widest[3] >= 4
+    assert joined[0] == 0 and min(joined[1:]) > 0 and widest[3] >= 4
 
 
 def test_rows_come_and_go(server):
@@ -243,4 +254,4 @@ def test_many_rows_where_cost_decides(make_server, name):
     with Timeline() as line:
         agents.run(8, 504)
     assert_nothing_is_left(server)
-    assert not agents.wrong and max(map(len, rounds(line))) > 1
+    assert not agents.wrong and joins(rounds(line)) > 0
