@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 # How a request shared the device with other drafted rows: not at all, verify steps of
 # its own in turns with theirs, or the same verify steps.
 ALONE, TURNS, MERGED = "alone", "turns", "merged"
+NOT_YET = "one of the batches had no round of its own yet"
 
 
 def join_batches(generator: Any) -> None:
@@ -63,24 +64,32 @@ def join_batches(generator: Any) -> None:
     batches = getattr(generator, "speculative_batches", ())
     if len(batches) < 2:
         return
+    # Of each batch once: a step has many pairs.
+    reasons = {id(batch): _reason_alone(batch) for batch in batches}
     kept: list[Any] = []
     with mx.stream(generator._stream):
         for batch in batches:
-            if not any(_joined(taker, batch) for taker in kept):
+            if not any(_joined(taker, batch, reasons) for taker in kept):
                 kept.append(batch)
     generator.speculative_batches = kept
 
 
-def _joined(taker: Any, batch: Any) -> bool:
-    """Whether ``taker`` has taken the rows of ``batch``; where not, the rows know why."""
-    reason = _reason_apart(taker, batch)
+def _joined(taker: Any, batch: Any, reasons: dict[int, str | None]) -> bool:
+    """Whether ``taker`` has taken the rows of ``batch``; where not, the rows know why.
+
+    Args:
+        reasons: why a batch joins no other, by its id.
+    """
+    reason = reasons[id(taker)] or reasons[id(batch)] or _reason_apart(taker, batch)
     if reason is None:
         try:
             _take_rows(taker, batch)
+            reasons[id(taker)] = NOT_YET
             return True
         except Exception as error:
             logger.warning("Batches take turns: %s", error, exc_info=True)
             batch.stays_apart = reason = f"joining failed: {error}"
+            reasons[id(batch)] = reason
     for figures in (*taker.draft_figures.values(), *batch.draft_figures.values()):
         if figures.batching != MERGED:
             figures.batching, figures.batching_reason = TURNS, reason
@@ -88,36 +97,29 @@ def _joined(taker: Any, batch: Any) -> bool:
 
 
 def _reason_apart(taker: Any, batch: Any) -> str | None:
-    """Why two batches take turns; None where they are to join."""
-    mode = os.environ.get(MODE)
-    if mode == "never":
-        return f"{MODE} is never"
-    reason = (
-        _reason_not_ready(taker)
-        or _reason_not_ready(batch)
-        or _reason_sampled_apart(taker, batch)
-        or reason_apart(taker)
-        or reason_apart(batch)
-    )
-    if reason is not None or mode == "always":
-        return reason
+    """Why two batches that could join others take turns; None where they are to join."""
+    apart = _reason_sampled_apart(taker, batch)
+    if apart is not None or os.environ.get(MODE) == "always":
+        return apart
     return pace_of(taker).slower_together(len(taker), len(batch))
 
 
-def _reason_not_ready(batch: Any) -> str | None:
-    """Why a batch does not stand at a boundary, or cannot be read there."""
+def _reason_alone(batch: Any) -> str | None:
+    """Why a batch joins no other in this step; None if it can."""
+    if os.environ.get(MODE) == "never":
+        return f"{MODE} is never"
     if getattr(batch, "stays_apart", None) is not None:
         return str(batch.stays_apart)
     if getattr(batch, "drafted", None) is None:
         return "its rounds are not known"
     if batch._rounds_iter is None or not batch.drafted.accepted:
-        return "one of the batches had no round of its own yet"
+        return NOT_YET
     for entry in batch.prompt_cache:
         if type(entry) not in JOINABLE:
             return f"{type(entry).__name__} takes no rows"
         if entry.batch_size != len(batch.drafted.active):
             return "its caches hold other rows than expected"
-    return None
+    return reason_apart(batch)
 
 
 def _reason_sampled_apart(taker: Any, batch: Any) -> str | None:
