@@ -21,6 +21,9 @@ FADING = 0.97
 CEILING = 3.0
 # Rounds of so many rows before they count; the first ones may compile kernels.
 ENOUGH = 6
+# Slower is what reaches no more than this share of the other way's pace; a smaller
+# difference is that of two measurements.
+SHARE = 0.9
 # What was found slower is tried again after so many refusals: lengths and loads change.
 RETRY = 512
 
@@ -109,7 +112,7 @@ class Pace:
             rows, others: how many each has.
         """
         together, apart = self.rate(rows + others), self.rate(rows, others)
-        if together is None or apart is None or together >= apart:
+        if together is None or apart is None or together > SHARE * apart:
             return None
         if next(self._refused) % RETRY == 0:
             del self.averages[rows + others]

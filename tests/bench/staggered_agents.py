@@ -3,11 +3,12 @@
     python -m tests.bench.staggered_agents                      all bundled drafters, about ten minutes
     python -m tests.bench.staggered_agents --small              the mechanics: two agents, one drafter
 
-Four sides, each a process of its own with the in-process server of the tests (tiny trained models, greedy, float32,
-CPU): stock with the drafter, stock without it, and the plugin with the drafter, whose speculative batches take turns
-or join.  Each agent has a conversation of its own; the next one starts when the one before it has its eighth event.
+Five sides, each a process of its own with the in-process server of the tests (tiny trained models, greedy, float32,
+CPU): stock with the drafter, stock without it, and the plugin with the drafter, whose speculative batches take turns,
+join wherever they can, or join where that was measured to be faster.  Each agent has a conversation of its own; the next one starts when the one before it has its eighth event.
 A side plays everything once to compile, then, on an empty cache, timed.  The order of the sides alternates between
 rounds.  A verify step is one forward pass of the target over what was drafted, or over one token where nothing is.
+CPU seconds are the server process' own, so that they do not depend on what else the machine does.
 
 Sides are compared where they did the same work: equal ids of every prompt and reply.  Otherwise no ratio is given.
 """
@@ -31,8 +32,14 @@ from tests.bench import gpu_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK, ALONE = "stock + drafter", "stock"
-TURNS, PLUS = "plus + drafter, turns", "plus + drafter"
-SIDES = (STOCK, ALONE, TURNS, PLUS)
+TURNS, JOINED, PLUS = (
+    "plus + drafter, turns",
+    "plus + drafter, joined",
+    "plus + drafter",
+)
+SIDES = (STOCK, ALONE, TURNS, JOINED, PLUS)
+# How speculative batches are put together on each side of the plugin.
+MODES = {TURNS: "never", JOINED: "always", PLUS: "auto"}
 TOKENS = 96
 # Events of a stream behind which the next agent starts.
 LEAD = 8
@@ -105,7 +112,7 @@ def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
 
     server.clear_cache()
     crew = [Agent(server, number, turns) for number in range(agents)]
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
     with Timeline() as line, ThreadPoolExecutor(agents) as pool:
         jobs = []
         for agent in crew:
@@ -113,12 +120,13 @@ def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
             agent.leads.wait(120)
         for job in jobs:
             job.result()
-    seconds = time.perf_counter() - started
+    seconds, worked = time.perf_counter() - started, time.process_time() - worked
     requests = [request for agent in crew for request in agent.requests]
     return {
         "ttft": statistics.mean(request["wait"] for request in requests),
         "worst": max(request["wait"] for request in requests),
         "rate": sum(request["tokens"] for request in requests) / seconds,
+        "worked": worked,
         "steps": sum(kind in ("round", "step") for kind, _ in line.events),
         "work": [request["work"] for request in requests],
     }
@@ -126,7 +134,7 @@ def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
 
 def run_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
     """In a process of its own: one pass to compile, one that is timed."""
-    if side in (TURNS, PLUS):
+    if side in MODES:
         import mlx_vlm_cacheplus
 
         report = mlx_vlm_cacheplus.activate()
@@ -149,9 +157,9 @@ def ask_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
     """Run one side in a process and return what it measured."""
     command = [sys.executable, "-m", "tests.bench.staggered_agents", "--side", side]
     command += ["--drafters", name, "--agents", str(agents), "--turns", str(turns)]
-    switch = "" if side in (TURNS, PLUS) else "0"
+    switch = "" if side in MODES else "0"
     env = {**os.environ, "MLX_VLM_CACHEPLUS": switch, "PYTHONPATH": str(ROOT)}
-    env["MLX_VLM_DRAFT_MERGE"] = "never" if side == TURNS else "auto"
+    env["MLX_VLM_DRAFT_MERGE"] = MODES.get(side, "auto")
     env |= {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True
@@ -177,7 +185,8 @@ def rows_of(name: str, rounds: list[dict[str, dict[str, Any]]]) -> list[list[str
             ]
         figures = [f"{1000 * median(side, f):.0f}" for f in ("ttft", "worst")]
         rate, steps = (f"{median(side, f):.0f}" for f in ("rate", "steps"))
-        rows.append([f"`{name}`", side, *figures, ratios[0], steps, rate, ratios[1]])
+        work = [steps, f"{median(side, 'worked'):.1f}"]
+        rows.append([f"`{name}`", side, *figures, ratios[0], *work, rate, ratios[1]])
     return rows
 
 
@@ -213,7 +222,7 @@ def main() -> int:
         "worst TTFT, ms",
         "of stock + drafter",
     ]
-    header += ["verify steps", "tok/s of all", "of stock + drafter"]
+    header += ["verify steps", "CPU, s", "tok/s of all", "of stock + drafter"]
     print(gpu_tables.table(header, rows))
     return 0
 

@@ -44,6 +44,12 @@ def test_fewer_accepted_tokens_can_cost_more_than_a_round_saves():
     assert reason is not None and "222 tokens per second in place of 300" in reason
 
 
+@pytest.mark.parametrize(("tokens", "joins"), [(5.5, True), (5.3, False)])
+def test_a_small_difference_is_none(tokens, joins):
+    pace = measured((1, 0.01, 3), (2, 0.02, tokens))
+    assert (pace.slower_together(1, 1) is None) == joins
+
+
 def test_batches_of_several_rows():
     pace = measured((1, 0.01, 3), (2, 0.012, 5), (3, 0.03, 7))
     assert pace.rate(2, 1) == pytest.approx(8 / 0.022)
