@@ -1,6 +1,7 @@
 """Four agents at once with a draft model: time to first token, and tokens per second of all together.
 
     python -m tests.bench.staggered_agents                      all bundled drafters, about ten minutes
+    python -m tests.bench.staggered_agents --long --turns 1     short prompts and long replies: decoding is most of the work
     python -m tests.bench.staggered_agents --small              the mechanics: two agents, one drafter
 
 Five sides, each a process of its own with the in-process server of the tests (tiny trained models, greedy, float32,
@@ -41,6 +42,7 @@ SIDES = (STOCK, ALONE, TURNS, JOINED, PLUS)
 # How speculative batches are put together on each side of the plugin.
 MODES = {TURNS: "never", JOINED: "always", PLUS: "auto"}
 TOKENS = 96
+LONG_TOKENS = 192
 # Events of a stream behind which the next agent starts.
 LEAD = 8
 
@@ -48,11 +50,16 @@ LEAD = 8
 class Agent:
     """One conversation, and what each of its requests took."""
 
-    def __init__(self, server: Any, number: int, turns: int):
+    def __init__(self, server: Any, number: int, turns: int, long: bool):
         from tests.fakes.models import record_prompt
 
         self.server, self.turns = server, turns
-        self.chat = record_prompt(300 + number, 20, filler=4, task="get", count=10)
+        self.tokens = LONG_TOKENS if long else TOKENS
+        work: dict[str, Any] = {"filler": 4, "task": "get", "count": 10}
+        facts = 20
+        if long:
+            work, facts = {"task": "dump"}, 32
+        self.chat = record_prompt(300 + number, facts, **work)
         self.asked = list(self.chat.messages)
         self.leads = threading.Event()
         self.requests: list[dict[str, Any]] = []
@@ -74,7 +81,7 @@ class Agent:
 
         self.server.watch(seen)
         sent = time.perf_counter()
-        reply = self.server.chat(self.asked, max_tokens=TOKENS, stream=True)
+        reply = self.server.chat(self.asked, max_tokens=self.tokens, stream=True)
         self.requests.append(
             {
                 "wait": times[0] - sent,
@@ -106,12 +113,12 @@ def watched_server(host: Any, settings: Any) -> Any:
     return Watched(host, settings)
 
 
-def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
+def play(server: Any, agents: int, turns: int, long: bool) -> dict[str, Any]:
     """All agents, staggered, on an empty cache."""
     from tests.fakes.timeline import Timeline
 
     server.clear_cache()
-    crew = [Agent(server, number, turns) for number in range(agents)]
+    crew = [Agent(server, number, turns, long) for number in range(agents)]
     started, worked = time.perf_counter(), time.process_time()
     with Timeline() as line, ThreadPoolExecutor(agents) as pool:
         jobs = []
@@ -132,7 +139,9 @@ def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
     }
 
 
-def run_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
+def run_side(
+    side: str, name: str, agents: int, turns: int, long: bool
+) -> dict[str, Any]:
     """In a process of its own: one pass to compile, one that is timed."""
     if side in MODES:
         import mlx_vlm_cacheplus
@@ -149,14 +158,17 @@ def run_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
             apc_checkpoint_entries=32,
         )
         server = watched_server(host, settings)
-        play(server, agents, turns)
-        return play(server, agents, turns)
+        play(server, agents, turns, long)
+        return play(server, agents, turns, long)
 
 
-def ask_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
+def ask_side(
+    side: str, name: str, agents: int, turns: int, long: bool
+) -> dict[str, Any]:
     """Run one side in a process and return what it measured."""
     command = [sys.executable, "-m", "tests.bench.staggered_agents", "--side", side]
     command += ["--drafters", name, "--agents", str(agents), "--turns", str(turns)]
+    command += ["--long"] if long else []
     switch = "" if side in MODES else "0"
     env = {**os.environ, "MLX_VLM_CACHEPLUS": switch, "PYTHONPATH": str(ROOT)}
     env["MLX_VLM_DRAFT_MERGE"] = MODES.get(side, "auto")
@@ -198,13 +210,14 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=4)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--long", action="store_true", help="decode more than is read")
     parser.add_argument("--small", action="store_true", help="the mechanics alone")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.small:
         options.drafters, options.agents = ["dense-dflash"], 2
         options.turns = options.rounds = 1
-    shape = (options.agents, options.turns)
+    shape = (options.agents, options.turns, options.long)
     if options.side:
         print(json.dumps(run_side(options.side, options.drafters[0], *shape)))
         return 0
