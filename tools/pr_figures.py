@@ -9,11 +9,13 @@ The models, prompts and generators are those of the tests that go upstream (patc
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -341,6 +343,51 @@ def speculative_turns() -> None:
         print(f"{kind}: {waited} rounds, tokens {'equal' if same else 'DIFFERENT'}")
 
 
+def speculative_merge() -> None:
+    """Verify steps of four replies of 40 tokens, each begun four steps after the one before, and rows a step."""
+    import test_speculative_merge as t
+
+    for kind in t.DRAFTERS:
+        model = t.build_target()
+        asks = [t.prompt_of(20 + 9 * seed, seed) for seed in range(4)]
+        want = [t.alone(model, kind, ask, 40) for ask in asks]
+        for mode in ("never", "always"):
+            os.environ[t.MODE] = mode
+            run, steps, uids = t.drafted(model, kind), [], []
+            with _verify_steps(steps):
+                for ask in asks:
+                    uids += run.insert([ask], max_tokens=40)
+                    for _ in range(4):
+                        run.step()
+                said = run.drain()
+            same = [said[uid] for uid in uids] == want
+            tokens = "equal" if same else "DIFFERENT"
+            print(f"{kind}, {mode}: {len(steps)} verify steps, tokens {tokens}")
+    del os.environ[t.MODE]
+
+
+@contextlib.contextmanager
+def _verify_steps(steps: list[None]) -> Iterator[None]:
+    """Add an item for each verify step that is committed."""
+    modules = [
+        importlib.import_module(f"mlx_vlm.speculative.{kind}")
+        for kind in ("mtp", "eagle3", "dflash")
+    ]
+    commit = modules[0].commit_speculative_round
+
+    def counted(*args: Any) -> Any:
+        steps.append(None)
+        return commit(*args)
+
+    for module in modules:
+        module.commit_speculative_round = counted
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.commit_speculative_round = commit
+
+
 def fair_queue() -> None:
     """Prompts answered before one of 60 tokens, 30 prompts of 6 tokens coming behind it."""
     import test_fair_queue as t
@@ -376,6 +423,7 @@ def main() -> int:
         undrafted_requests,
         row_samplers,
         speculative_turns,
+        speculative_merge,
         fair_queue,
     ):
         print(f"{figures.__name__.replace('_', '-')}: {figures.__doc__}")

@@ -29,6 +29,7 @@ ORDER: tuple[str, ...] = (
     "tenant-isolation",
     "waiting-streams",
     "speculative-turns",
+    "speculative-merge",
     "fair-queue",
     "durable-disk",
     # Last: it reads what the others leave behind.

@@ -277,13 +277,24 @@ def offered_while_read(prompt_batch: Any, uid: int | None = None) -> Iterator[No
 
 def attach(prompt_batch: Any, batch: Any) -> None:
     """Let a decoding batch commit its drafter's rows with its own."""
-    drafted = getattr(batch, "drafted", None)
-    coordinator = prompt_batch._apc_coordinator
     primer = prompt_batch._speculative_prefill
-    if drafted is None or not isinstance(primer, DraftPrimer):
+    if getattr(batch, "drafted", None) is None or not isinstance(primer, DraftPrimer):
         return
+    offer_rows(batch, primer, prompt_batch._apc_coordinator)
+
+
+def offer_rows(batch: Any, primer: DraftPrimer, coordinator: Any) -> None:
+    """Tell a decoding batch what its drafter holds of each row.
+
+    Args:
+        primer: its ``rows`` are in the order of the batch's own.
+        coordinator: of the prefix cache, or None.
+    """
+    batch.primer, batch.coordinator = primer, coordinator
     if getattr(coordinator, "companion", None) is not None:
-        drafted.beside = functools.partial(_offered_while_written, primer, coordinator)
+        batch.drafted.beside = functools.partial(
+            _offered_while_written, primer, coordinator
+        )
 
 
 def _offered_while_written(

@@ -1,7 +1,7 @@
-"""The features of the running round, for a row that ends before they are read.
+"""The features of the running round, for a row that ends or moves before they are read.
 
 Context drafters (DFlash, DSpark) read the features of a verify step when the next round
-begins.  A row may end before; what it keeps of its reply is read from here.
+begins.  A row may end before, or join another batch; they are read from here then.
 """
 
 from __future__ import annotations

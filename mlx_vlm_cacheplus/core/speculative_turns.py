@@ -48,11 +48,15 @@ class DraftFigures:
     Attributes:
         rounds: verify steps that the row was in.
         accepted, drafted: tokens.
+        batching: how it shared the device with other drafted rows; None if nobody says.
+        batching_reason: why so, where there is one.
     """
 
     rounds: int = 0
     accepted: int = 0
     drafted: int = 0
+    batching: str | None = None
+    batching_reason: str | None = None
 
 
 def open_turns(generator: Any) -> None:

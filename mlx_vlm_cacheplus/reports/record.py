@@ -17,6 +17,9 @@ class Drafter:
         restored: its part of the restored prefix came from the cache.
         primed: it had read the whole prompt before its first draft, restored or not.
         reason: why it was not; or why it was not restored where the target could have been.
+        batching: `merged` where it shared verify steps with other rows, `turns` where others had theirs beside it,
+            `alone` where nobody did; None where speculative-merge is off.
+        batching_reason: why turns.
     """
 
     loaded: bool = False
@@ -28,6 +31,8 @@ class Drafter:
     rounds: int | None = None
     drafted: int | None = None
     accepted: int | None = None
+    batching: str | None = None
+    batching_reason: str | None = None
 
     @property
     def state(self) -> str:
@@ -91,6 +96,10 @@ class ReuseRecord:
             )
             if self.drafter.reason:
                 parts.append(f'drafter_reason="{self.drafter.reason}"')
+            if self.drafter.batching:
+                parts.append(f"batching={self.drafter.batching}")
+            if self.drafter.batching_reason:
+                parts.append(f'batching_reason="{self.drafter.batching_reason}"')
         if self.reason:
             parts.append(f'not_committed="{self.reason}"')
         if self.shortfall:

@@ -330,13 +330,25 @@ def _drafter(flight: Flight) -> Drafter:
     reason = view.reason
     if reason is None and short is not None and short.reason == NOT_READ_BY_DRAFTER:
         reason = NOT_READ_BY_DRAFTER
-    counts: tuple[int, ...] = ()
+    counts: tuple[int, int, int] | None = None
     own = flight.draft_figures
     if own is not None:
-        counts = (own.rounds, own.drafted, own.accepted) if own.rounds else ()
+        counts = (own.rounds, own.drafted, own.accepted) if own.rounds else None
     elif before is not None and now[0] > before[0]:
         rounds, accepted, drafted = (
             after - earlier for after, earlier in zip(now, before, strict=True)
         )
         counts = (int(rounds), int(drafted), int(round(accepted)))
-    return Drafter(True, flight.draft_kind, view.restored, view.primed, reason, *counts)
+    rounds, drafted, accepted = counts or (None, None, None)
+    return Drafter(
+        loaded=True,
+        kind=flight.draft_kind,
+        restored=view.restored,
+        primed=view.primed,
+        reason=reason,
+        rounds=rounds,
+        drafted=drafted,
+        accepted=accepted,
+        batching=getattr(own, "batching", None),
+        batching_reason=getattr(own, "batching_reason", None),
+    )

@@ -20,6 +20,12 @@ def model():
     return build_target()
 
 
+@pytest.fixture(autouse=True)
+def turns(monkeypatch):
+    """Also where batches could join."""
+    monkeypatch.setenv("MLX_VLM_DRAFT_MERGE", "never")
+
+
 def alone(model, kind, prompt, max_tokens):
     """The reply of a request by itself, and what is proposed for it."""
     drafter = build_drafter(kind)

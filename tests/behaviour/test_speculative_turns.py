@@ -22,7 +22,12 @@ ar = importlib.import_module("mlx_vlm.generate.ar")
 CHUNK = 32
 SETTINGS = {
     "apc_checkpoint_entries": 8,
-    "env": {"PREFILL_STEP_SIZE": str(CHUNK), "MLX_VLM_DRAFT_BLOCK_SIZE": "4"},
+    "env": {
+        "PREFILL_STEP_SIZE": str(CHUNK),
+        "MLX_VLM_DRAFT_BLOCK_SIZE": "4",
+        # Where batches could join, they take turns all the same.
+        "MLX_VLM_DRAFT_MERGE": "never",
+    },
 }
 KINDS = [*DRAFTERS, "assistant"]
 LONG = record_prompt(31, 16, task="dump").messages

@@ -1,12 +1,15 @@
 """Four agents at once with a draft model: time to first token, and tokens per second of all together.
 
     python -m tests.bench.staggered_agents                      all bundled drafters, about ten minutes
+    python -m tests.bench.staggered_agents --long --turns 1     short prompts and long replies: decoding is most of the work
     python -m tests.bench.staggered_agents --small              the mechanics: two agents, one drafter
 
-Three sides, each a process of its own with the in-process server of the tests (tiny trained models, greedy, float32,
-CPU): stock with the drafter, stock without it, and the plugin with the drafter.  Each agent has a conversation of
-its own; the next one starts when the one before it has its eighth event.  A side plays everything once to compile, then, on
-an empty cache, timed.  The order of the sides alternates between rounds.
+Five sides, each a process of its own with the in-process server of the tests (tiny trained models, greedy, float32,
+CPU): stock with the drafter, stock without it, and the plugin with the drafter, whose speculative batches take turns,
+join wherever they can, or join where that was measured to be faster.  Each agent has a conversation of its own; the next one starts when the one before it has its eighth event.
+A side plays everything once to compile, then, on an empty cache, timed.  The order of the sides alternates between
+rounds.  A verify step is one forward pass of the target over what was drafted, or over one token where nothing is.
+CPU seconds are the server process' own, so that they do not depend on what else the machine does.
 
 Sides are compared where they did the same work: equal ids of every prompt and reply.  Otherwise no ratio is given.
 """
@@ -29,9 +32,17 @@ from typing import Any
 from tests.bench import gpu_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-STOCK, ALONE, PLUS = "stock + drafter", "stock", "plus + drafter"
-SIDES = (STOCK, ALONE, PLUS)
+STOCK, ALONE = "stock + drafter", "stock"
+TURNS, JOINED, PLUS = (
+    "plus + drafter, turns",
+    "plus + drafter, joined",
+    "plus + drafter",
+)
+SIDES = (STOCK, ALONE, TURNS, JOINED, PLUS)
+# How speculative batches are put together on each side of the plugin.
+MODES = {TURNS: "never", JOINED: "always", PLUS: "auto"}
 TOKENS = 96
+LONG_TOKENS = 192
 # Events of a stream behind which the next agent starts.
 LEAD = 8
 
@@ -39,11 +50,16 @@ LEAD = 8
 class Agent:
     """One conversation, and what each of its requests took."""
 
-    def __init__(self, server: Any, number: int, turns: int):
+    def __init__(self, server: Any, number: int, turns: int, long: bool):
         from tests.fakes.models import record_prompt
 
         self.server, self.turns = server, turns
-        self.chat = record_prompt(300 + number, 20, filler=4, task="get", count=10)
+        self.tokens = LONG_TOKENS if long else TOKENS
+        work: dict[str, Any] = {"filler": 4, "task": "get", "count": 10}
+        facts = 20
+        if long:
+            work, facts = {"task": "dump"}, 32
+        self.chat = record_prompt(300 + number, facts, **work)
         self.asked = list(self.chat.messages)
         self.leads = threading.Event()
         self.requests: list[dict[str, Any]] = []
@@ -65,7 +81,7 @@ class Agent:
 
         self.server.watch(seen)
         sent = time.perf_counter()
-        reply = self.server.chat(self.asked, max_tokens=TOKENS, stream=True)
+        reply = self.server.chat(self.asked, max_tokens=self.tokens, stream=True)
         self.requests.append(
             {
                 "wait": times[0] - sent,
@@ -97,31 +113,37 @@ def watched_server(host: Any, settings: Any) -> Any:
     return Watched(host, settings)
 
 
-def play(server: Any, agents: int, turns: int) -> dict[str, Any]:
+def play(server: Any, agents: int, turns: int, long: bool) -> dict[str, Any]:
     """All agents, staggered, on an empty cache."""
+    from tests.fakes.timeline import Timeline
+
     server.clear_cache()
-    crew = [Agent(server, number, turns) for number in range(agents)]
-    started = time.perf_counter()
-    with ThreadPoolExecutor(agents) as pool:
+    crew = [Agent(server, number, turns, long) for number in range(agents)]
+    started, worked = time.perf_counter(), time.process_time()
+    with Timeline() as line, ThreadPoolExecutor(agents) as pool:
         jobs = []
         for agent in crew:
             jobs.append(pool.submit(agent.run))
             agent.leads.wait(120)
         for job in jobs:
             job.result()
-    seconds = time.perf_counter() - started
+    seconds, worked = time.perf_counter() - started, time.process_time() - worked
     requests = [request for agent in crew for request in agent.requests]
     return {
         "ttft": statistics.mean(request["wait"] for request in requests),
         "worst": max(request["wait"] for request in requests),
         "rate": sum(request["tokens"] for request in requests) / seconds,
+        "worked": worked,
+        "steps": sum(kind in ("round", "step") for kind, _ in line.events),
         "work": [request["work"] for request in requests],
     }
 
 
-def run_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
+def run_side(
+    side: str, name: str, agents: int, turns: int, long: bool
+) -> dict[str, Any]:
     """In a process of its own: one pass to compile, one that is timed."""
-    if side == PLUS:
+    if side in MODES:
         import mlx_vlm_cacheplus
 
         report = mlx_vlm_cacheplus.activate()
@@ -136,16 +158,20 @@ def run_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
             apc_checkpoint_entries=32,
         )
         server = watched_server(host, settings)
-        play(server, agents, turns)
-        return play(server, agents, turns)
+        play(server, agents, turns, long)
+        return play(server, agents, turns, long)
 
 
-def ask_side(side: str, name: str, agents: int, turns: int) -> dict[str, Any]:
+def ask_side(
+    side: str, name: str, agents: int, turns: int, long: bool
+) -> dict[str, Any]:
     """Run one side in a process and return what it measured."""
     command = [sys.executable, "-m", "tests.bench.staggered_agents", "--side", side]
     command += ["--drafters", name, "--agents", str(agents), "--turns", str(turns)]
-    switch = "" if side == PLUS else "0"
+    command += ["--long"] if long else []
+    switch = "" if side in MODES else "0"
     env = {**os.environ, "MLX_VLM_CACHEPLUS": switch, "PYTHONPATH": str(ROOT)}
+    env["MLX_VLM_DRAFT_MERGE"] = MODES.get(side, "auto")
     env |= {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True
@@ -170,8 +196,9 @@ def rows_of(name: str, rounds: list[dict[str, dict[str, Any]]]) -> list[list[str
                 for f in ("ttft", "rate")
             ]
         figures = [f"{1000 * median(side, f):.0f}" for f in ("ttft", "worst")]
-        rate = f"{median(side, 'rate'):.0f}"
-        rows.append([f"`{name}`", side, *figures, ratios[0], rate, ratios[1]])
+        rate, steps = (f"{median(side, f):.0f}" for f in ("rate", "steps"))
+        work = [steps, f"{median(side, 'worked'):.1f}"]
+        rows.append([f"`{name}`", side, *figures, ratios[0], *work, rate, ratios[1]])
     return rows
 
 
@@ -183,13 +210,14 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=4)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--long", action="store_true", help="decode more than is read")
     parser.add_argument("--small", action="store_true", help="the mechanics alone")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.small:
         options.drafters, options.agents = ["dense-dflash"], 2
         options.turns = options.rounds = 1
-    shape = (options.agents, options.turns)
+    shape = (options.agents, options.turns, options.long)
     if options.side:
         print(json.dumps(run_side(options.side, options.drafters[0], *shape)))
         return 0
@@ -207,7 +235,8 @@ def main() -> int:
         "worst TTFT, ms",
         "of stock + drafter",
     ]
-    print(gpu_tables.table(header + ["tok/s of all", "of stock + drafter"], rows))
+    header += ["verify steps", "CPU, s", "tok/s of all", "of stock + drafter"]
+    print(gpu_tables.table(header, rows))
     return 0
 
 

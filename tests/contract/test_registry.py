@@ -43,7 +43,8 @@ def test_change_is_complete(change):
     for option in change.options:
         assert option.flag.startswith("--cacheplus-")
         # What completes a setting of stock's stands beside it.
-        assert option.env.startswith(("MLX_VLM_CACHEPLUS_", "APC_"))
+        prefixes = ("MLX_VLM_CACHEPLUS_", "APC_", "MLX_VLM_DRAFT_")
+        assert option.env.startswith(prefixes)
 
 
 @BY_NAME

@@ -133,6 +133,16 @@ def test_the_line_is_key_value_and_free_text_is_quoted():
         assert "drafter_reason" not in record(drafter=drafter).line()
 
 
+def test_the_line_says_how_drafted_requests_shared_the_device():
+    def line(**fields):
+        return record(drafter=Drafter(True, "mtp", primed=True, **fields)).line()
+
+    assert "batching" not in line()
+    assert line(batching="merged").endswith("drafter=mtp:primed batching=merged")
+    apart = line(batching="turns", batching_reason="2 rows were slower together")
+    assert 'batching=turns batching_reason="2 rows were slower together"' in apart
+
+
 def test_totals_are_the_sums_and_the_ratio_is_prefilled_over_new():
     totals = Totals()
     assert totals.as_dict()["re_read_ratio"] is None

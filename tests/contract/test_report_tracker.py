@@ -271,13 +271,16 @@ def test_what_was_drafted_for_others_is_not_counted(rounds, counts):
     stage = Stage(draft=draft)
     stage.queue(0, [1, 2, 3, 4])
     batch = stage.decode(stage.prefill((0, 0), draft_model=draft), ledgers=False)
-    own = SimpleNamespace(rounds=rounds, drafted=6, accepted=5)
+    own = SimpleNamespace(
+        rounds=rounds, drafted=6, accepted=5, batching="turns", batching_reason="why"
+    )
     batch.draft_figures = {0: own, 5: SimpleNamespace()}
     draft.speculative_total_rounds += 9
     replies = [SimpleNamespace(uid=0, token=7, finish_reason="length")]
     stage.seams.speculative_next(lambda _: replies)(batch)
     drafter = stage.last()["drafter"]
     assert (drafter["rounds"], drafter["drafted"], drafter["accepted"]) == counts
+    assert (drafter["batching"], drafter["batching_reason"]) == ("turns", "why")
 
 
 def drafted_row(

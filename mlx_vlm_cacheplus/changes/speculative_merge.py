@@ -1,0 +1,82 @@
+"""Rows join a running speculative batch at a round boundary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..change import Change, Option, Target
+from ..core.merge_pace import MODE, check_mode
+
+AR = "mlx_vlm.generate.ar"
+MTP = "mlx_vlm.speculative.mtp"
+
+
+class SpeculativeMerge(Change):
+    name = "speculative-merge"
+    summary = (
+        "Speculative batches that run side by side become one, where that is asked for"
+    )
+    targets = (
+        Target(AR, "BatchGenerator.next"),
+        Target(AR, "SpeculativeGenerationBatch.next"),
+        Target(AR, "run_speculative_server_rounds"),
+        Target(MTP, "_mtp_verify_target"),
+    )
+    why = (
+        "Batches that take turns verify apart: four rows that came one after the other cost four verify steps a token, "
+        "where four that came together cost one."
+    )
+    upstream = "related: https://github.com/Blaizzy/mlx-vlm/issues/1471, https://github.com/Blaizzy/mlx-vlm/issues/2206"
+    remove_when = "SpeculativeGenerationBatch.extend takes rows while it runs"
+    requires = ("draft-state", "row-samplers", "speculative-turns")
+    options = (
+        Option(
+            "--cacheplus-draft-merge",
+            MODE,
+            "Speculative batches that run side by side become one: never (the default), auto (where their rounds were "
+            "measured to be faster so), or always (where it is possible).",
+            metavar="never|auto|always",
+            check=check_mode,
+        ),
+    )
+    marks = ("mlx_vlm.generate.speculative_merge:join_batches",)
+
+    def apply(self, patcher: Any) -> None:
+        from ..core import drafted_replies
+        from ..core import speculative_merge as core
+        from ..core.round_features import note_features
+
+        def turn(original: Any) -> Any:
+            return lambda self: core.timed_round(
+                self, functools.partial(original, self)
+            )
+
+        def rounds(original: Any) -> Any:
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                batch = drafted_replies.current_batch()
+                if batch is not None:
+                    kwargs["max_tokens"] = core.tokens_left(batch)
+                    kwargs["sampler"] = core.sampler_of(batch)
+                    kwargs["row_ids"] = core.row_numbers(batch)
+                return original(*args, **kwargs)
+
+            return wrapper
+
+        def verify(original: Any) -> Any:
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                note_features([result.hidden])
+                return result
+
+            return wrapper
+
+        patcher.precede(
+            AR, "BatchGenerator.next", lambda self, **_: core.join_batches(self)
+        )
+        patcher.replace_method(AR, "SpeculativeGenerationBatch.next", turn)
+        patcher.replace_method(AR, "run_speculative_server_rounds", rounds)
+        patcher.replace_method(MTP, "_mtp_verify_target", verify)
+
+
+CHANGE = SpeculativeMerge()

@@ -1,0 +1,62 @@
+"""speculative-merge: batches join before a step's rounds; a round loop starts where rows stand."""
+
+from tools.patch_tree import AnyEdit, Edit, after, before
+
+AR = "mlx_vlm/generate/ar.py"
+MTP = "mlx_vlm/speculative/mtp.py"
+
+CORE = {
+    "mlx_vlm_cacheplus/core/speculative_merge.py": "mlx_vlm/generate/speculative_merge.py",
+    "mlx_vlm_cacheplus/core/joined_drafters.py": "mlx_vlm/speculative/joined_drafters.py",
+    "mlx_vlm_cacheplus/core/merge_pace.py": "mlx_vlm/generate/merge_pace.py",
+}
+
+EDITS: list[AnyEdit] = [
+    before(
+        AR,
+        "from .speculative_turns import (",
+        "from .speculative_merge import (\n"
+        "    join_batches,\n"
+        "    row_numbers,\n"
+        "    sampler_of,\n"
+        "    timed_round,\n"
+        "    tokens_left,\n"
+        ")\n",
+    ),
+    Edit(
+        AR,
+        "            max_tokens=max(self.max_tokens) if self.max_tokens else 0,\n"
+        "            sampler=self.sampler,\n",
+        "            max_tokens=tokens_left(self),\n            sampler=sampler_of(self),\n",
+        within="SpeculativeGenerationBatch._start_rounds",
+    ),
+    Edit(
+        AR,
+        "            row_ids=[0] * len(self._all_uids),\n",
+        "            row_ids=row_numbers(self),\n",
+        within="SpeculativeGenerationBatch._start_rounds",
+    ),
+    Edit(
+        AR,
+        "        return whole_round(self, self._emit)\n",
+        "        return timed_round(self, functools.partial(whole_round, self, self._emit))\n",
+        within="SpeculativeGenerationBatch.next",
+    ),
+    before(
+        AR,
+        "        return take_turns(self, functools.partial(self._advance, **kwargs))\n",
+        "        join_batches(self)\n",
+        within="BatchGenerator.next",
+    ),
+    before(
+        MTP,
+        "\n\n@dataclass\nclass _MTPVerifyResult:",
+        "from .round_features import note_features\n",
+    ),
+    after(
+        MTP,
+        "                hidden_full = verify.hidden  # [B_active, bs, H]\n",
+        "                note_features([hidden_full])\n",
+        within="_mtp_rounds_batch",
+    ),
+]
