@@ -15,7 +15,7 @@ CORE = {
 EDITS: list[AnyEdit] = [
     after(
         APC,
-        "from .session_table import attach as attach_sessions\n",
+        "from .kv_quant import kv_quant_fingerprint\n",
         "from .tenant_salt import tenant_salt\n",
     ),
     Body(
