@@ -15,9 +15,10 @@ from mlx_vlm_cacheplus.changes import load_changes
 from tools.patch_series import Step, build_step, note_borrowed, patch_text
 from tools.patch_tree import PatchProblem, Tree
 
-# They stand on several changes that do not require each other, so that no one patch
-# leads from one to the next: those of the series do.
-SERIES_ONLY = ("segment-tree", "draft-state", "speculative-turns")
+# What the series alone has.  The first two stand on several changes that do not require
+# each other, so that no single patch leads from one of these to the next; durable-disk
+# writes drafters' parts, whose form draft-state brings.
+SERIES_ONLY = ("draft-state", "speculative-turns", "durable-disk")
 
 
 @dataclass
@@ -40,23 +41,23 @@ def build_alone(stock: Path, series: list[Step]) -> list[Alone]:
     """
     changes = with_patch()
     in_series = {step.change.name: step for step in series}
-    trees: dict[tuple[str, ...], tuple[Tree, dict[str, str]]] = {(): (Tree(stock), {})}
     made: dict[str, Alone] = {}
     for name, change in changes.items():
         if not can_be_taken(name):
             continue
         names = closure(name, changes)
-        before = [made[n].step for n in names[:-1]]
-        for length, needed in enumerate(names[:-1]):
-            if closure(needed, changes) != names[: length + 1]:
+        before = []
+        for length, needed in enumerate(names[:-1], 1):
+            if closure(needed, changes) == names[:length]:
+                before.append(made[needed].step)
+            elif [s.change.name for s in series[:length]] == names[:length]:
+                before.append(in_series[needed])
+            else:
                 raise PatchProblem(
                     f"{name} alone: no patch leads to {needed} behind what it does not "
                     "require; leave the change to the series (SERIES_ONLY)"
                 )
-        tree, moved = trees[tuple(names[:-1])]
-        tree, moved = tree.copy(), dict(moved)
-        step = build_step(change, tree, moved)
-        trees[tuple(names)] = tree, moved
+        step = build_step(change, *_tree_with(before, stock))
         step.on = tuple(s.filename for s in before)
         note_borrowed(step, [*before, step])
         if patch_text(step) == patch_text(in_series[name]):
@@ -66,6 +67,18 @@ def build_alone(stock: Path, series: list[Step]) -> list[Alone]:
             note_borrowed(step, [*before, step])
         made[name] = Alone(step, before)
     return list(made.values())
+
+
+def _tree_with(steps: list[Step], stock: Path) -> tuple[Tree, dict[str, str]]:
+    """Return the tree with these steps, and the core files in it by upstream path."""
+    tree, moved = Tree(stock), {}
+    for step in steps:
+        for path, text in step.after.items():
+            tree.write(path, text)
+        for path in step.removed:
+            tree.write(path, None)
+        moved |= step.core
+    return tree, moved
 
 
 def with_patch() -> dict[str, Change]:

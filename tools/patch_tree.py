@@ -93,9 +93,13 @@ class DeleteFile:
 
 @dataclass(frozen=True)
 class WithFile:
-    """An edit of a file that a patch brings which may not be there; then there is none."""
+    """An edit that is made where a file is there that an earlier patch may bring or remove.
+
+    there: that file; where it is not named, the edited one.
+    """
 
     edit: AnyEdit
+    there: str | None = None
 
     @property
     def path(self) -> str:
@@ -158,7 +162,7 @@ def apply_edit(tree: Tree, edit: AnyEdit, change: str) -> None:
     text = tree.read(edit.path)
     where = f"{change}: {edit.path}"
     if isinstance(edit, WithFile):
-        if text is not None:
+        if tree.read(edit.there or edit.path) is not None:
             apply_edit(tree, edit.edit, change)
         return
     if isinstance(edit, Either):

@@ -10,7 +10,14 @@ import pytest
 
 from mlx_vlm_cacheplus.changes import load_changes
 from mlx_vlm_cacheplus.fingerprint import StockTree
-from tools import make_patches, patch_lint, patch_series, patch_stock, patch_tree
+from tools import (
+    make_patches,
+    patch_alone,
+    patch_lint,
+    patch_series,
+    patch_stock,
+    patch_tree,
+)
 from tools.patch_tree import (
     Body,
     Cut,
@@ -62,6 +69,7 @@ def test_every_change_has_its_patch_in_the_order_of_the_changes(steps):
 
 def test_series_is_current(stock, steps):
     files = patch_series.generated_files(steps, stock)
+    files |= patch_alone.alone_files(patch_alone.build_alone(stock, steps))
     assert make_patches.stale_files(files, patch_series.FOLDER) == [], "make patches"
 
 
