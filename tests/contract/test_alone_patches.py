@@ -89,26 +89,25 @@ def test_the_tree_has_all_that_its_own_files_import(applied, stock):
     missing = []
     for path in package.rglob("*.py"):
         text, old = path.read_bytes(), stock / path.relative_to(package)
-        if old.is_file() and old.read_bytes() == text:
-            continue
-        missing += [
-            f"{path.relative_to(package)}: {name}"
-            for name in relative_imports(ast.parse(text))
-            if not is_there(path, name)
-        ]
+        before = old.read_bytes() if old.is_file() else b""
+        if before != text:
+            new = relative_imports(text) - relative_imports(before)
+            missing += [(path.name, *name) for name in new if not is_there(path, name)]
     assert missing == []
 
 
-def relative_imports(tree):
+def relative_imports(text):
     """(level, module, name) of each ``from .x import y``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            for alias in node.names:
-                yield node.level, node.module or "", alias.name
+    return {
+        (node.level, node.module or "", alias.name)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
 
 
 def is_there(path, imported):
-    """Whether the module is there, and, where only its package is, that it has the name."""
+    """Whether a module has the name, or a package has a module of that name, or the name."""
     level, module, name = imported
     place = path.parents[level - 1] / module.replace(".", "/")
     if place.with_suffix(".py").is_file() and module:
