@@ -36,7 +36,7 @@ test: env
 
 test-all: env
 	$(PYTEST)
-	$(BIN)/python tools/run_legs.py --whole --each-patch --each-off
+	$(BIN)/python tools/run_legs.py --whole --each-patch --each-alone --each-off
 
 demo: env
 	$(BIN)/python -m mlx_vlm_cacheplus.replay.demo

@@ -4,6 +4,7 @@
     python tools/make_patches.py --check             fail where it is not current, then lint it
     python tools/make_patches.py --tree DIR          write a patched mlx_vlm into DIR
     python tools/make_patches.py --tree DIR --upto output-tokens
+    python tools/make_patches.py --tree DIR --alone fair-queue
 
 How a change gets its patch: add tools/patch_edits/<change>.py with
 
@@ -16,6 +17,10 @@ How a change gets its patch: add tools/patch_edits/<change>.py with
 and patches/tests/test_<change>.py, the test that goes upstream with it; run this. What
 that test imports from mlx_vlm.tests lies beside it: the first patch that needs it brings
 it, and the headers of the others say which one that is.
+
+The folder alone/ has the patch for a tree of stock and what the change requires, where
+that is another one. Where an edit's place depends on the patches before it, give both
+with either(): of its edits exactly one must fit.
 """
 
 from __future__ import annotations
@@ -31,7 +36,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.patch_lint import lint, read_series  # noqa: E402
+from tools.patch_alone import (  # noqa: E402
+    alone_files,
+    build_alone,
+    can_be_taken,
+    needed_patches,
+)
+from tools.patch_lint import lint, lint_alone, read_series  # noqa: E402
 from tools.patch_series import (  # noqa: E402
     FOLDER,
     VERSION,
@@ -39,7 +50,8 @@ from tools.patch_series import (  # noqa: E402
     build_series,
     generated_files,
 )
-from tools.patch_tree import PatchProblem, require_pristine  # noqa: E402
+from tools.patch_stock import require_pristine  # noqa: E402
+from tools.patch_tree import PatchProblem  # noqa: E402
 
 MARK = "CACHEPLUS_PATCHED"
 
@@ -58,6 +70,7 @@ def write_series(files: dict[str, str], folder: Path) -> list[str]:
     changed = stale_files(files, folder)
     for name in changed:
         if name in files:
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(files[name], encoding="utf-8")
         else:
             (folder / name).unlink()
@@ -66,7 +79,11 @@ def write_series(files: dict[str, str], folder: Path) -> list[str]:
 
 def stale_files(files: dict[str, str], folder: Path) -> list[str]:
     """Return the names whose content on disk is not the generated one."""
-    present = {p.name: p.read_text(encoding="utf-8") for p in folder.glob("*")}
+    present = {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     names = sorted(set(files) | set(present))
     return [name for name in names if files.get(name) != present.get(name)]
 
@@ -95,16 +112,44 @@ def apply_series(stock: Path, target: Path, upto: str | None) -> Path:
     if upto is not None and upto not in names:
         raise PatchProblem(f"no patch {upto}: one of {', '.join(names)}")
     chosen = names if upto is None else names[: names.index(upto) + 1]
+    return apply_files(stock, target, [f"{name}.patch" for name in chosen])
+
+
+def apply_alone(stock: Path, target: Path, name: str) -> Path:
+    """Write a copy of the stock with a change and what it requires; return its folder."""
+    patches = alone_patches()
+    if name not in patches:
+        raise PatchProblem(
+            f"{name} cannot be taken alone, only {', '.join(patches)} can"
+        )
+    needed = needed_patches(FOLDER / patches[name])
+    return apply_files(stock, target, [*needed, patches[name]])
+
+
+def alone_patches() -> dict[str, str]:
+    """Return {change: patch file} of all that can be taken by themselves."""
+    found = {}
+    for file in read_series(FOLDER):
+        name = file.removesuffix(".patch")
+        if can_be_taken(name):
+            alone = f"alone/{file}"
+            found[name] = alone if (FOLDER / alone).is_file() else file
+    return found
+
+
+def apply_files(stock: Path, target: Path, patches: list[str]) -> Path:
+    """Write a copy of the stock with these patch files; return its folder."""
     package = _copy_of(stock, target)
-    for name in chosen:
-        command = ["git", "apply", "-p1", str((FOLDER / f"{name}.patch").resolve())]
+    for name in patches:
+        command = ["git", "apply", "-p1", str((FOLDER / name).resolve())]
         # Outside a repository git takes the paths as they are.
         env = {**os.environ, "GIT_DIR": str(target / "none")}
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, cwd=target, env=env
         )
         if done.returncode:
-            raise PatchProblem(f"{name}.patch does not apply: {done.stderr.strip()}")
+            raise PatchProblem(f"{name} does not apply: {done.stderr.strip()}")
+    chosen = [Path(name).stem for name in patches]
     (package / MARK).write_text("\n".join(chosen) + "\n", encoding="utf-8")
     return package
 
@@ -125,16 +170,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--tree", type=Path, metavar="DIR", help="write a patched tree")
     parser.add_argument("--upto", metavar="CHANGE", help="with --tree: the last patch")
+    parser.add_argument("--alone", metavar="CHANGE", help="with --tree: that by itself")
     parser.add_argument("--stock", type=Path, metavar="DIR", help="an mlx_vlm folder")
     options = parser.parse_args(arguments)
     try:
         stock = options.stock or installed_stock()
         require_pristine(stock, VERSION)
         if options.tree:
-            print(apply_series(stock, options.tree, options.upto))
+            if options.alone:
+                print(apply_alone(stock, options.tree, options.alone))
+            else:
+                print(apply_series(stock, options.tree, options.upto))
             return 0
         steps = build_series(stock)
-        files = generated_files(steps, stock)
+        alone = build_alone(stock, steps)
+        files = generated_files(steps, stock) | alone_files(alone)
         if options.check:
             stale = stale_files(files, FOLDER)
             problems = [f"{FOLDER.name}/{name} is not current" for name in stale]
@@ -142,9 +192,10 @@ def main(arguments: list[str] | None = None) -> int:
                 problems.append("run `make patches` and read the difference")
         else:
             changed = write_series(files, FOLDER)
-            print(f"{len(steps)} patches, changed: {', '.join(changed) or 'none'}")
+            print(f"{len(files)} files, changed: {', '.join(changed) or 'none'}")
             problems = []
         problems += lint(FOLDER, steps, stock)
+        problems += lint_alone(FOLDER, [a.steps for a in alone], stock)
     except PatchProblem as problem:
         problems = [str(problem)]
     for line in problems:

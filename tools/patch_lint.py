@@ -21,11 +21,26 @@ def lint(folder: Path, steps: list[Step], stock: Path) -> list[str]:
     if problems:
         return problems
     for step in steps:
-        text = (folder / step.filename).read_text(encoding="utf-8")
-        problems += check_text(step.filename, text)
-        for path, after in step.after.items():
-            problems += check_style(f"{step.filename}: {path}", after)
+        problems += check_step(folder, step)
     return problems + check_applies(folder, steps, stock)
+
+
+def lint_alone(folder: Path, ways: list[list[Step]], stock: Path) -> list[str]:
+    """Return what is wrong with the last patch of each of these ways that start from the stock."""
+    problems = []
+    for steps in ways:
+        problems += check_step(folder, steps[-1]) if steps[-1].folder else []
+        problems += check_applies(folder, steps, stock)
+    return problems
+
+
+def check_step(folder: Path, step: Step) -> list[str]:
+    """A patch's text, and the style of the files that it leaves."""
+    text = (folder / step.filename).read_text(encoding="utf-8")
+    problems = check_text(step.filename, text)
+    for path, after in step.after.items():
+        problems += check_style(f"{step.filename}: {path}", after)
+    return problems
 
 
 def read_series(folder: Path) -> list[str]:

@@ -45,13 +45,17 @@ class Step:
     after: dict[str, str] = field(default_factory=dict)
     core: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
-    # Files that its test imports and an earlier patch of the series brings: that patch.
+    # Files that its test imports and an earlier patch brings: that patch.
     borrowed: dict[str, str] = field(default_factory=dict)
+    # Where the patch is for another tree than the series': its folder, and the patches
+    # that are in that tree.
+    folder: str = ""
+    on: tuple[str, ...] = ()
 
     @property
     def filename(self) -> str:
-        """The patch file's name."""
-        return f"{self.change.name}.patch"
+        """The patch file's name, below patches/<version>/."""
+        return f"{self.folder}{self.change.name}.patch"
 
 
 def edits_of(change: Change) -> ModuleType:
@@ -75,17 +79,26 @@ def build_series(stock: Path) -> list[Step]:
     steps = []
     for change in load_changes():
         if change.has_patch:
-            step = _build_step(change, tree, moved)
-            steps.append(step)
-            for file in with_fixtures(test_of(change)):
-                path = f"{UPSTREAM_TESTS}/{file}"
-                bringer = next(s for s in steps if path in s.after)
-                if bringer is not step:
-                    step.borrowed[path] = bringer.filename
+            steps.append(build_step(change, tree, moved))
+            note_borrowed(steps[-1], steps)
     return steps
 
 
-def _build_step(change: Change, tree: Tree, moved: dict[str, str]) -> Step:
+def note_borrowed(step: Step, steps: list[Step]) -> None:
+    """Note which of ``steps``, the last of which is ``step``, bring what its test imports."""
+    step.borrowed = {}
+    for file in with_fixtures(test_of(step.change)):
+        path = f"{UPSTREAM_TESTS}/{file}"
+        bringer = next(s for s in steps if path in s.after)
+        if bringer is not step:
+            step.borrowed[path] = bringer.filename
+
+
+def build_step(change: Change, tree: Tree, moved: dict[str, str]) -> Step:
+    """Apply a change to a tree; return what that did.
+
+    moved: the core files of the changes before, by upstream path; its own are added.
+    """
     data = edits_of(change)
     old = tree.copy()
     step = Step(change, core=dict(data.CORE))
@@ -174,8 +187,8 @@ def header(step: Step) -> str:
         ("Description", change.why),
         ("Origin", f"mlx-vlm-cacheplus, change {change.name}"),
         ("Forwarded", change.upstream),
-        ("Applies-to", f"mlx-vlm {VERSION}"),
-        ("Requires", ", ".join(f"{name}.patch" for name in change.requires)),
+        ("Applies-to", f"mlx-vlm {VERSION}" + _behind(step.on)),
+        ("Requires", ", ".join(_required(step))),
         ("Test-requires", ", ".join(borrowed)),
         ("Remove-when", change.remove_when),
     ]
@@ -191,6 +204,16 @@ def header(step: Step) -> str:
         for name, value in fields
         if value
     )
+
+
+def _behind(patches: tuple[str, ...]) -> str:
+    return f" with {', '.join(patches)}" if patches else ""
+
+
+def _required(step: Step) -> list[str]:
+    """Return the patch files of what a change requires; of those in its tree, where it has one."""
+    there = {Path(name).stem: name for name in step.on}
+    return [there.get(name, f"{name}.patch") for name in step.change.requires]
 
 
 def _diff(path: str, old: str | None, new: str | None) -> Iterator[str]:

@@ -9,12 +9,9 @@ for.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
-import hashlib
-import importlib.metadata
-import json
 import textwrap
-from base64 import urlsafe_b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,7 +91,45 @@ class DeleteFile:
     path: str
 
 
-AnyEdit = Edit | Cut | Delete | Body | DeleteFile
+@dataclass(frozen=True)
+class WithFile:
+    """An edit that is made where a file is there that an earlier patch may bring or remove.
+
+    there: that file; where it is not named, the edited one.
+    """
+
+    edit: AnyEdit
+    there: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The file that is edited."""
+        return self.edit.path
+
+
+@dataclass(frozen=True)
+class Either:
+    """The one of these edits whose place is there, which depends on the patches before."""
+
+    edits: tuple[AnyEdit, ...]
+
+    @property
+    def path(self) -> str:
+        """The file that is edited."""
+        return self.edits[0].path
+
+
+AnyEdit = Edit | Cut | Delete | Body | DeleteFile | WithFile | Either
+
+
+def either(*edits: AnyEdit) -> Either:
+    """Return the edit that is the one of these that fits."""
+    return Either(edits)
+
+
+def within_either(edit: Edit, *names: str) -> Either:
+    """Return an edit that is looked for within the one of these functions that has its anchor."""
+    return Either(tuple(dataclasses.replace(edit, within=name) for name in names))
 
 
 @dataclass
@@ -126,6 +161,13 @@ def apply_edit(tree: Tree, edit: AnyEdit, change: str) -> None:
     """Apply one edit; raises PatchProblem where what it names is not there once."""
     text = tree.read(edit.path)
     where = f"{change}: {edit.path}"
+    if isinstance(edit, WithFile):
+        if tree.read(edit.there or edit.path) is not None:
+            apply_edit(tree, edit.edit, change)
+        return
+    if isinstance(edit, Either):
+        apply_edit(tree, _the_one_that_fits(tree, edit, change), change)
+        return
     if text is None:
         raise PatchProblem(f"{where} does not exist in this stock: find its new place")
     if isinstance(edit, DeleteFile):
@@ -144,6 +186,21 @@ def apply_edit(tree: Tree, edit: AnyEdit, change: str) -> None:
         margin = "    " * edit.name.count(".")
         new = textwrap.indent(new, margin)
     tree.write(edit.path, text[:start] + new + text[end:])
+
+
+def _the_one_that_fits(tree: Tree, either: Either, change: str) -> AnyEdit:
+    fitting, problems = [], []
+    for edit in either.edits:
+        try:
+            apply_edit(tree.copy(), edit, change)
+            fitting.append(edit)
+        except PatchProblem as problem:
+            problems.append(problem)
+    if len(fitting) > 1:
+        raise PatchProblem(f"{change}: {either.path}: several edits fit: {fitting}")
+    if not fitting:
+        raise PatchProblem("\nor else ".join(map(str, problems)))
+    return fitting[0]
 
 
 def _find(text: str, anchor: str, within: str | None, where: str) -> int:
@@ -330,48 +387,3 @@ def _relative(module: str, importer: str) -> str:
     while same < min(len(here), len(there)) and here[same] == there[same]:
         same += 1
     return "." * (len(here) - same + 1) + ".".join(there[same:])
-
-
-# -- is the stock pristine? ------------------------------------------------------
-
-
-def stock_hashes(folder: Path) -> dict[str, str]:
-    """Return {path: sha256} of the package as it was published, from the wheel's RECORD."""
-    for info in sorted(folder.parent.glob("mlx_vlm-*.dist-info")):
-        record = info / "RECORD"
-        if record.is_file():
-            dist = importlib.metadata.PathDistribution(info)
-            return {
-                str(file): file.hash.value
-                for file in dist.files or []
-                if file.hash is not None and file.hash.mode == "sha256"
-            }
-    raise PatchProblem(
-        f"{folder} has no RECORD beside it, so nobody can say whether it is pristine: "
-        "use an installed or unpacked wheel of mlx-vlm"
-    )
-
-
-def require_pristine(folder: Path, version: str) -> None:
-    """Raise PatchProblem unless ``folder`` is mlx_vlm of that version as published."""
-    found = "unknown"
-    for line in (folder / "version.py").read_text(encoding="utf-8").splitlines():
-        if line.startswith("__version__"):
-            found = json.loads(line.split("=")[1].strip().replace("'", '"'))
-    if found != version:
-        raise PatchProblem(
-            f"these patches are for mlx-vlm {version}, and {folder} is {found}: "
-            f"install mlx-vlm=={version}, or give its folder with --stock"
-        )
-    changed = []
-    for path, published in stock_hashes(folder).items():
-        if path.startswith(PACKAGE + "/") and path.endswith(".py"):
-            place = folder.parent / path
-            digest = hashlib.sha256(place.read_bytes()).digest()
-            if urlsafe_b64encode(digest).rstrip(b"=").decode() != published:
-                changed.append(path)
-    if changed:
-        raise PatchProblem(
-            f"{folder} is not as published: {', '.join(changed)} differ; "
-            f"reinstall mlx-vlm=={version}"
-        )

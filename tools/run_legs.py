@@ -3,6 +3,7 @@
     python tools/run_legs.py                    all five legs
     python tools/run_legs.py --legs S,M         some of them
     python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests
+    python tools/run_legs.py --each-alone       also: every patch that can be taken alone, with its own tests
     python tools/run_legs.py --each-off         also: leg M without each change, which its tests must notice
     python tools/run_legs.py --legs "" --off NAME,NAME      those alone
     python tools/run_legs.py -- -k cancel       arguments behind -- go to pytest
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.legs import series  # noqa: E402
+from tools.make_patches import alone_patches  # noqa: E402
 
 LEGS = ("S", "P", "M", "PM", "R")
 PATCHED = ("P", "PM")
@@ -75,19 +77,20 @@ class NoTree(Exception):
 _making = threading.Lock()
 
 
-def patched_tree(trees: Path, upto: str | None = None) -> Path:
-    """Return a tree with the patches up to a change, made at first use."""
-    tree = trees / (upto or "all")
+def patched_tree(trees: Path, upto: str | None = None, alone: bool = False) -> Path:
+    """Return a tree with the patches up to a change, or with it alone, made at first use."""
+    tree = trees / ("alone" if alone else "series") / (upto or "all")
     with _making:
         if not tree.exists():
-            make_tree(tree, upto)
+            make_tree(tree, upto, alone)
     return tree
 
 
-def make_tree(folder: Path, upto: str | None = None) -> None:
+def make_tree(folder: Path, upto: str | None = None, alone: bool = False) -> None:
     """Write a patched tree."""
     command = [sys.executable, str(ROOT / "tools" / "make_patches.py")]
-    command += ["--tree", str(folder), *(["--upto", upto] if upto else [])]
+    which = "--alone" if alone else "--upto"
+    command += ["--tree", str(folder), *([which, upto] if upto else [])]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=ROOT
     )
@@ -170,11 +173,11 @@ def run_without(name: str, extra: list[str]) -> Outcome:
     return run(f"M without {name}", ["tests/behaviour", *arguments], env)
 
 
-def run_patch_tests(name: str, trees: Path) -> Outcome:
+def run_patch_tests(name: str, trees: Path, alone: bool = False) -> Outcome:
     """Run the tests that go upstream with a patch, on the tree that ends with it."""
-    label = f"its tests: {name}"
+    label = f"alone: {name}" if alone else f"its tests: {name}"
     try:
-        tree = patched_tree(trees, name)
+        tree = patched_tree(trees, name, alone)
     except NoTree as problem:
         return Outcome(label, 1, 0.0, {}, str(problem))
     file = tree / "mlx_vlm" / "tests" / f"test_{name.replace('-', '_')}.py"
@@ -195,6 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--legs", default=",".join(LEGS), help="default: %(default)s")
     parser.add_argument(
         "--each-patch", action="store_true", help="and each patch by itself"
+    )
+    parser.add_argument(
+        "--each-alone", action="store_true", help="and each patch on what it requires"
     )
     parser.add_argument(
         "--each-off", action="store_true", help="and leg M without each change"
@@ -228,6 +234,9 @@ def main(arguments: list[str] | None = None) -> int:
             for name in series():
                 tasks.append(partial(run_patch_tests, name, trees))
                 tasks.append(partial(run_leg, "P", trees, extra, name))
+        if options.each_alone:
+            names = alone_patches()
+            tasks += [partial(run_patch_tests, n, trees, alone=True) for n in names]
         # A change without behaviour tests fails there: pytest has nothing to run.
         off = series() if options.each_off else options.off.split(",")
         tasks += [partial(run_without, name, extra) for name in off if name]

@@ -75,6 +75,13 @@ def prompt_of(length, seed):
     return [(7 * i * i + 3 * i + 11 * seed) % 90 + 2 for i in range(length)]
 
 
+def positions_of(model, prompt):
+    """A text prompt's positions as a model with positions of several axes takes them."""
+    ids = mx.array([prompt])
+    position_ids, deltas = model.language_model.get_rope_index(ids, None, None, None)
+    return {"position_ids": position_ids, "rope_deltas": mx.reshape(deltas, (1, 1))}
+
+
 def make_manager():
     return APCManager(
         num_blocks=256, block_size=16, overrides={"checkpoint_entries": 8}
@@ -112,12 +119,18 @@ class Run:
         self.model = model
         self.said, self.cached, self.ended = {}, {}, set()
 
-    def insert(self, prompts, max_tokens=8, salt=1, **rows):
-        """Queue prompts; their uids. rows: further arguments, a list with one a row."""
+    def insert(self, prompts, max_tokens=8, salt=1, positioned=False, **rows):
+        """Queue prompts; their uids. rows: further arguments, a list with one a row.
+
+        positioned: rows bring their rotary positions, so that rows of different length
+        can share a batch whoever else keeps positions.
+        """
         kwargs = []
         for prompt in prompts:
             inputs = self.model.get_input_embeddings(mx.array([prompt])).to_dict()
             inputs = {key: value for key, value in inputs.items() if value is not None}
+            if positioned:
+                inputs |= positions_of(self.model, prompt)
             kwargs.append({**inputs, "_apc_semantic_hash": salt})
         return self.generator.insert(
             list(prompts), max_tokens=max_tokens, prompt_kwargs=kwargs, **rows

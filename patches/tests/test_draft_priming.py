@@ -24,7 +24,7 @@ def greedy(logits):
 def reply_to(model, prompts, drafter, kind, step, max_tokens=6):
     """Let one generator answer the prompts together."""
     run = drafted(model, drafter, kind, prefill_step_size=step)
-    return run.ask(*prompts, max_tokens=max_tokens)[0]
+    return run.ask(*prompts, max_tokens=max_tokens, positioned=True)[0]
 
 
 def unchunked_proposal(model, kind, prompt):

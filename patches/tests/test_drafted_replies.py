@@ -64,7 +64,7 @@ def drafted_run(model, manager, kind, prompts, max_tokens, stop=(), wrong_every=
     oracle = Oracle(build_drafter(kind), wrong_every)
     plans = [reply_of(model, prompt, max(max_tokens)) for prompt in prompts]
     run = drafted(model, oracle.drafter, kind, manager, stop)
-    uids = run.insert(prompts, max_tokens=max_tokens)
+    uids = run.insert(prompts, max_tokens=max_tokens, positioned=True)
     oracle.run, oracle.plans = run, dict(zip(uids, plans, strict=True))
     return run, uids, plans
 

@@ -97,7 +97,7 @@ def test_rows_of_one_prompt_batch(serve, name):
     model = tiny_model(name)
     cases = ("seed", "greedy", "logprobs", "top_p", "seed", "greedy", "min_p", "top_k")
     requests = [
-        (0, prompt_of(9 + seed, seed), {**ASKS[case], "max_tokens": 4 + seed})
+        (0, prompt_of(9, seed), {**ASKS[case], "max_tokens": 4 + seed})
         for seed, case in enumerate(cases)
     ]
     wants = [alone(serve, model, *request[1:]) for request in requests]

@@ -9,6 +9,7 @@ import pytest
 from mlx_vlm import apc, vision_cache
 from mlx_vlm.server import generation
 from mlx_vlm.server.app import app
+from mlx_vlm.tests.generation_fixtures import Run, make_manager, prompt_of, tiny_model
 
 SECRET = "s3cret" * 8
 # None of these is set unless a test sets it.
@@ -113,6 +114,15 @@ def test_features_of_pictures_are_a_tenants_own():
         salt = apc.semantic_extra_hash(tenant=tenant, image_hash=5)
         generation.ResponseGenerator._gpu_embed(server, dict(raw), ["a.png"], salt)
     assert model.known == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("other", [5 + 2**61 - 1, 5 + 2**64, 5 + 2**255])
+def test_a_prompt_is_found_under_its_whole_salt(other):
+    model, manager, prompt = tiny_model("dense"), make_manager(), prompt_of(40, 1)
+    run = Run(model, manager)
+    found = [run.ask(prompt, salt=salt)[1] for salt in (5, other, 5, other)]
+    assert found[:2] == [[0], [0]]
+    assert min(found[2:]) >= [32]
 
 
 def test_a_server_that_cannot_keep_its_promise_does_not_start(monkeypatch):

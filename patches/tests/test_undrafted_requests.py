@@ -61,7 +61,7 @@ def test_logits_processors_reach_every_token(name, rows):
 
 def test_kinds_are_prefilled_apart_and_the_oldest_goes_first():
     model = tiny_model("hybrid")
-    prompts = [prompt_of(31, 1), prompt_of(9, 2), prompt_of(20, 3)]
+    prompts = [prompt_of(31, 1), prompt_of(9, 2), prompt_of(31, 3)]
     processors = [None, [never_twice], None]
     plain = start(model)
     want = {}

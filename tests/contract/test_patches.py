@@ -10,7 +10,14 @@ import pytest
 
 from mlx_vlm_cacheplus.changes import load_changes
 from mlx_vlm_cacheplus.fingerprint import StockTree
-from tools import make_patches, patch_lint, patch_series, patch_tree
+from tools import (
+    make_patches,
+    patch_alone,
+    patch_lint,
+    patch_series,
+    patch_stock,
+    patch_tree,
+)
 from tools.patch_tree import (
     Body,
     Cut,
@@ -31,7 +38,7 @@ pytestmark = pytest.mark.timeout(900)
 def stock():
     folder = make_patches.installed_stock()
     try:
-        patch_tree.require_pristine(folder, patch_series.VERSION)
+        patch_stock.require_pristine(folder, patch_series.VERSION)
     except PatchProblem as problem:
         pytest.skip(str(problem))
     return folder
@@ -62,6 +69,7 @@ def test_every_change_has_its_patch_in_the_order_of_the_changes(steps):
 
 def test_series_is_current(stock, steps):
     files = patch_series.generated_files(steps, stock)
+    files |= patch_alone.alone_files(patch_alone.build_alone(stock, steps))
     assert make_patches.stale_files(files, patch_series.FOLDER) == [], "make patches"
 
 
@@ -267,7 +275,7 @@ def test_edit_that_cannot_land_says_where_and_what_to_do(small, edit, words):
 
 def test_other_version_is_refused(stock):
     with pytest.raises(PatchProblem, match=r"are for mlx-vlm 0\.0\.1"):
-        patch_tree.require_pristine(stock, "0.0.1")
+        patch_stock.require_pristine(stock, "0.0.1")
 
 
 def test_edited_stock_is_refused(stock, tmp_path):
@@ -277,11 +285,11 @@ def test_edited_stock_is_refused(stock, tmp_path):
     shutil.copytree(stock, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for info in stock.parent.glob("mlx_vlm-*.dist-info"):
         shutil.copytree(info, tmp_path / info.name)
-    patch_tree.require_pristine(copy, patch_series.VERSION)
+    patch_stock.require_pristine(copy, patch_series.VERSION)
     with (copy / "apc.py").open("a") as file:
         file.write("\n# edited\n")
     with pytest.raises(PatchProblem, match=r"not as published: mlx_vlm/apc\.py differ"):
-        patch_tree.require_pristine(copy, patch_series.VERSION)
+        patch_stock.require_pristine(copy, patch_series.VERSION)
 
 
 def test_imports_become_upstreams_relative_ones():

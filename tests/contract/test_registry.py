@@ -72,7 +72,7 @@ def test_patch_and_pull_request_text(change):
 
 def test_no_patch_without_a_change():
     names = {change.name for change in ALL if change.has_patch}
-    found = {path.stem for path in (ROOT / "patches").glob("*/*.patch")}
+    found = {path.stem for path in (ROOT / "patches").rglob("*.patch")}
     assert found <= names
     assert {path.stem for path in (ROOT / "upstream-pr").glob("*.md")} - {
         "README"

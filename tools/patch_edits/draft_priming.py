@@ -29,9 +29,9 @@ EDITS: list[AnyEdit] = [
         "        batch_drafter.attach(self, gen_batch)\n",
         within="PromptProcessingBatch.generate",
     ),
-    before(
+    after(
         AR,
-        "        commit_drafted_rows(self)\n",
+        "    def _refresh_uids(self):\n",
         "        batch_drafter.report_back(self)\n",
         within="SpeculativeGenerationBatch._refresh_uids",
     ),

@@ -1,6 +1,6 @@
 """output-tokens: a ledger opens when a row starts to decode, and is committed when it ends."""
 
-from tools.patch_tree import Edit, after, before
+from tools.patch_tree import AnyEdit, Edit, after, before, either
 
 AR = "mlx_vlm/generate/ar.py"
 APC = "mlx_vlm/apc.py"
@@ -11,7 +11,7 @@ CORE = {
     "mlx_vlm_cacheplus/core/superseded_states.py": "mlx_vlm/superseded_states.py",
 }
 
-EDITS = [
+EDITS: list[AnyEdit] = [
     before(
         AR,
         "from .types import GenerateKwargs",
@@ -48,15 +48,23 @@ EDITS = [
         "        attach_rows(gen_batch, open_rows(self))\n",
         within="PromptProcessingBatch.generate",
     ),
-    Edit(
-        AR,
-        "with mx.stream(self._stream), rows_that_fit_together(self):",
-        "with (\n"
-        "            mx.stream(self._stream),\n"
-        "            rows_survive_errors(self),\n"
-        "            rows_that_fit_together(self),\n"
-        "        ):",
-        within="BatchGenerator.next",
+    either(
+        Edit(
+            AR,
+            "with mx.stream(self._stream), rows_that_fit_together(self):",
+            "with (\n"
+            "            mx.stream(self._stream),\n"
+            "            rows_survive_errors(self),\n"
+            "            rows_that_fit_together(self),\n"
+            "        ):",
+            within="BatchGenerator.next",
+        ),
+        Edit(
+            AR,
+            "with mx.stream(self._stream):",
+            "with mx.stream(self._stream), rows_survive_errors(self):",
+            within="BatchGenerator.next",
+        ),
     ),
     after(
         APC,

@@ -1,6 +1,6 @@
 """row-samplers: a request brings its sampling; batches are settled where rows join or leave."""
 
-from tools.patch_tree import AnyEdit, after, before
+from tools.patch_tree import AnyEdit, after, before, either, within_either
 
 AR = "mlx_vlm/generate/ar.py"
 SERVER = "mlx_vlm/server/generation.py"
@@ -42,19 +42,30 @@ BATCH: list[AnyEdit] = [
         "            hide_unasked(sampling_of(self), responses)\n",
         within="GenerationBatch.next",
     ),
-    before(
-        AR,
-        "        call_kwargs = dict(self._prompt_kwargs)\n",
-        "        sampler, compute_logprobs, top_logprobs_k = sample_prompt_rows(\n"
-        "            self, sampler, compute_logprobs, top_logprobs_k\n"
-        "        )\n",
-        within="PromptProcessingBatch._generate",
+    within_either(
+        before(
+            AR,
+            "        call_kwargs = dict(self._prompt_kwargs)\n",
+            "        sampler, compute_logprobs, top_logprobs_k = sample_prompt_rows(\n"
+            "            self, sampler, compute_logprobs, top_logprobs_k\n"
+            "        )\n",
+        ),
+        "PromptProcessingBatch._generate",
+        "PromptProcessingBatch.generate",
     ),
-    before(
-        AR,
-        "        rows = open_rows(self)\n",
-        "        hand_over_sampling(self, gen_batch)\n",
-        within="PromptProcessingBatch._generate",
+    either(
+        before(
+            AR,
+            "        rows = open_rows(self)\n",
+            "        hand_over_sampling(self, gen_batch)\n",
+            within="PromptProcessingBatch._generate",
+        ),
+        before(
+            AR,
+            "        self.uids = []\n        self.prompt_cache = []\n",
+            "        hand_over_sampling(self, gen_batch)\n",
+            within="PromptProcessingBatch.generate",
+        ),
     ),
 ]
 

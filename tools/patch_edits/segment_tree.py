@@ -1,6 +1,17 @@
 """segment-tree: the coordinator's methods call the tree; what it replaces is deleted."""
 
-from tools.patch_tree import AnyEdit, Body, Cut, Delete, DeleteFile, Edit, after, before
+from tools.patch_tree import (
+    AnyEdit,
+    Body,
+    Cut,
+    Delete,
+    DeleteFile,
+    Edit,
+    WithFile,
+    after,
+    before,
+    either,
+)
 
 AR = "mlx_vlm/generate/ar.py"
 DISPATCH = "mlx_vlm/generate/dispatch.py"
@@ -199,12 +210,15 @@ GENERATION: list[AnyEdit] = [
         "    # APC: harvest new blocks from the post-generation KV state.\n",
         "    # APC: take in what the generation added.\n",
     ),
-    Cut(
-        ROWS,
-        '    segments = getattr(manager, "segments", None)\n',
-        None,
-        "    return manager.segments.peek(ids, extra_hash)\n",
-        within="_prefix_len",
+    # What recurrent-rows has brought, where it is there.
+    WithFile(
+        Cut(
+            ROWS,
+            '    segments = getattr(manager, "segments", None)\n',
+            None,
+            "    return manager.segments.peek(ids, extra_hash)\n",
+            within="_prefix_len",
+        )
     ),
 ]
 
@@ -245,12 +259,17 @@ CALLS: list[AnyEdit] = [
         "cache_nbytes(prompt_cache)",
         within="PrefillMemoryPlan.observe_cache",
     ),
-    Edit(
-        COORDINATOR,
-        "from .models.cache import CacheMemory\n"
-        "from .superseded_states import bounded_captures\n"
-        "from .warm_single_row import stays_plain\n",
-        "from .models.cache import CacheMemory, cache_nbytes\n",
+    # With output-tokens and without it.
+    either(
+        *(
+            Edit(
+                COORDINATOR,
+                "from .models.cache import CacheMemory\n"
+                f"{line}from .warm_single_row import stays_plain\n",
+                "from .models.cache import CacheMemory, cache_nbytes\n",
+            )
+            for line in ("from .superseded_states import bounded_captures\n", "")
+        )
     ),
     Body(
         COORDINATOR,
@@ -383,9 +402,13 @@ STORAGE: list[AnyEdit] = [
     Edit(APC, "from .apc_storage import APCNode, ComponentId, StateHandle\n", ""),
     Edit(
         APC,
-        "from .models.cache import cache_nbytes as _cache_nbytes\n"
-        "from .superseded_states import make_room_for_successor\n",
+        "from .models.cache import cache_nbytes as _cache_nbytes\n",
         "from .segment_coordination import attach, make_room, release\n",
+    ),
+    # What output-tokens has brought, where it is there.
+    WithFile(
+        Edit(APC, "from .superseded_states import make_room_for_successor\n", ""),
+        there="mlx_vlm/superseded_states.py",
     ),
     Cut(
         APC,
@@ -532,7 +555,7 @@ STORAGE: list[AnyEdit] = [
         within="from_env",
     ),
     DeleteFile("mlx_vlm/apc_storage.py"),
-    DeleteFile("mlx_vlm/superseded_states.py"),
+    WithFile(DeleteFile("mlx_vlm/superseded_states.py")),
 ]
 
 EDITS = [*GENERATION, *CALLS, *STORAGE]

@@ -1,6 +1,6 @@
 """shared-prefill: admission to the server and to a batch; the leader's stops."""
 
-from tools.patch_tree import Edit, after, before
+from tools.patch_tree import AnyEdit, Edit, after, before, either
 
 AR = "mlx_vlm/generate/ar.py"
 COORDINATOR = "mlx_vlm/apc_coordinator.py"
@@ -11,21 +11,29 @@ CORE = {
     "mlx_vlm_cacheplus/core/shared_prefill.py": "mlx_vlm/shared_prefill.py",
 }
 
-EDITS = [
+EDITS: list[AnyEdit] = [
     before(
         AR,
         "from .types import GenerateKwargs",
         "from ..shared_prefill import rows_that_share_nothing\n",
     ),
-    after(
-        AR,
-        "            rows_that_fit_together(self),\n",
-        "            rows_that_share_nothing(self),\n",
-        within="BatchGenerator.next",
+    either(
+        after(
+            AR,
+            "            rows_that_fit_together(self),\n",
+            "            rows_that_share_nothing(self),\n",
+            within="BatchGenerator.next",
+        ),
+        Edit(
+            AR,
+            "with mx.stream(self._stream):",
+            "with mx.stream(self._stream), rows_that_share_nothing(self):",
+            within="BatchGenerator.next",
+        ),
     ),
     after(
         COORDINATOR,
-        "from .session_table import note_prompt\n",
+        "from .models.cache import CacheMemory, cache_nbytes\n",
         "from .shared_prefixes import add_shared_stops\n",
     ),
     Edit(

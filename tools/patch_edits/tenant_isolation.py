@@ -1,6 +1,6 @@
 """tenant-isolation: the salt of a tenant, whose features of pictures are, and the headers that name one."""
 
-from tools.patch_tree import AnyEdit, Body, Edit, after, before
+from tools.patch_tree import AnyEdit, Body, Cut, Delete, Edit, WithFile, after, before
 
 APC = "mlx_vlm/apc.py"
 APP = "mlx_vlm/server/app.py"
@@ -12,10 +12,36 @@ CORE = {
     "mlx_vlm_cacheplus/core/tenant_headers.py": "mlx_vlm/server/tenant_headers.py",
 }
 
+# The pool compares a block's salt, and what is before the block, by its name alone.  A
+# segment tree, which removes the pool and this file, compares ids and salts themselves.
+POOL = "mlx_vlm/apc_storage.py"
+BLOCK_NAME = '''\
+    """Chain hash for a single block: of its ids, its salt, and all before it."""
+    h = hashlib.blake2b(digest_size=32, person=b"apc block name")
+    for number in (parent, extra):
+        # A salt is signed, or 256 bits that are not.
+        h.update(int(number).to_bytes(33, "little", signed=True))
+    h.update(np.asarray(tokens, dtype=np.int64).tobytes())
+    return int.from_bytes(h.digest(), "little")
+'''
+
+NAMES: list[AnyEdit] = [
+    Cut(
+        APC,
+        "``H`` defaults to\n",
+        "\nEviction is LRU",
+        "``H`` is a\n256-bit BLAKE2b: a block's salt is compared by its name alone.\n",
+    ),
+    Delete(APC, "_hash_use_sha256"),
+    Body(APC, "_hash_tokens", BLOCK_NAME),
+    Edit(APC, '"sha256" if _hash_use_sha256() else "fast"', '"blake2b"'),
+]
+
 EDITS: list[AnyEdit] = [
+    *(WithFile(edit, POOL) for edit in NAMES),
     after(
         APC,
-        "from .session_table import attach as attach_sessions\n",
+        "from .kv_quant import kv_quant_fingerprint\n",
         "from .tenant_salt import tenant_salt\n",
     ),
     Body(

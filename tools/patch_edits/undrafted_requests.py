@@ -1,6 +1,6 @@
 """undrafted-requests: the generator decides for each prompt batch, the server no longer refuses."""
 
-from tools.patch_tree import Cut, Edit, after, before
+from tools.patch_tree import AnyEdit, Cut, Edit, after, before, either
 
 AR = "mlx_vlm/generate/ar.py"
 SERVER = "mlx_vlm/server/generation.py"
@@ -9,7 +9,7 @@ CORE = {
     "mlx_vlm_cacheplus/core/undrafted_requests.py": "mlx_vlm/generate/undrafted_requests.py"
 }
 
-EDITS = [
+EDITS: list[AnyEdit] = [
     before(
         AR,
         "from .types import GenerateKwargs",
@@ -34,11 +34,19 @@ EDITS = [
         "            give_whole_context(mixed)\n",
         within="BatchGenerator._next",
     ),
-    before(
-        AR,
-        "            rows_that_fit_together(self),\n",
-        "            rows_of_one_kind(self),\n",
-        within="BatchGenerator.next",
+    either(
+        before(
+            AR,
+            "            rows_that_fit_together(self),\n",
+            "            rows_of_one_kind(self),\n",
+            within="BatchGenerator.next",
+        ),
+        Edit(
+            AR,
+            "with mx.stream(self._stream):",
+            "with mx.stream(self._stream), rows_of_one_kind(self):",
+            within="BatchGenerator.next",
+        ),
     ),
     before(
         SERVER,

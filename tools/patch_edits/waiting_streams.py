@@ -41,7 +41,7 @@ EDITS: list[AnyEdit] = [
     ),
     after(
         APP,
-        "from .tenant_headers import check_settings as check_tenant_settings\n",
+        "from .schemas import ChatLogprobContent, ModelsResponse, TopLogprob\n",
         "from .waiting_room import RequestsHaveRoom\n",
     ),
 ]
