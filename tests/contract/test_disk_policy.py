@@ -9,7 +9,7 @@ import pytest
 from mlx_vlm_cacheplus.core.disk_index import SPAN, STATE, Entry
 from mlx_vlm_cacheplus.core.disk_policy import TICKS, Asking, Root, order
 from mlx_vlm_cacheplus.core.session_table import IDLE_AFTER
-from tests.contract.test_disk_tier import session, start
+from tests.contract.disk_server import session, start
 
 __all__ = ["start"]
 MINE, OTHER = 1, 2
