@@ -140,6 +140,8 @@ class Change:
     guarantee: bool = False
     # Names of changes that must be in effect, by us or by upstream.
     requires: tuple[str, ...] = ()
+    # Names of changes whose files its patch uses; the plugin has these files whatever is in effect.
+    patch_requires: tuple[str, ...] = ()
     # False for plumbing that only the plugin needs; it has no patch and no PR text.
     has_patch: bool = True
     # Modules, or "module:qualname", that exist once the change is in the stock; read by the default probe().

@@ -213,7 +213,8 @@ def _behind(patches: tuple[str, ...]) -> str:
 def _required(step: Step) -> list[str]:
     """Return the patch files of what a change requires; of those in its tree, where it has one."""
     there = {Path(name).stem: name for name in step.on}
-    return [there.get(name, f"{name}.patch") for name in step.change.requires]
+    names = (*step.change.requires, *step.change.patch_requires)
+    return [there.get(name, f"{name}.patch") for name in names]
 
 
 def _diff(path: str, old: str | None, new: str | None) -> Iterator[str]:

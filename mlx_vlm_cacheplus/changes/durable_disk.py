@@ -77,6 +77,7 @@ class DurableDisk(Change):
     upstream = "no issue yet; related: https://github.com/Blaizzy/mlx-vlm/issues/1629"
     remove_when = "the segment tree has a disk tier"
     requires = ("segment-tree",)
+    patch_requires = ("reply-ids", "draft-state", "session-partitions")
     marks = ("mlx_vlm.disk_tier:DiskTier",)
     options = (
         Option(

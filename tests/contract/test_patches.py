@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -354,3 +355,25 @@ def test_insertion_is_shown_with_its_own_end():
     new = "f(\n    a,\n)\ng(\n    b,\n)\nx = 1\n"
     text = "".join(patch_series._diff("mlx_vlm/a.py", old, new))
     assert "+g(\n+    b,\n+)\n x = 1\n" in text
+
+
+def _core_imports(text):
+    """Names of the modules beside it that a core file imports."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            yield from [node.module] if node.module else [a.name for a in node.names]
+
+
+def test_a_patch_requires_those_that_bring_what_its_files_import():
+    changes = patch_alone.with_patch()
+    cores = {
+        name: patch_series.edits_of(change).CORE for name, change in changes.items()
+    }
+    bringer = {Path(file).stem: name for name, core in cores.items() for file in core}
+    for name, core in cores.items():
+        required = set(changes[name].patch_requires)
+        required |= set(patch_alone.closure(name, changes))
+        for file in core:
+            text = (patch_series.ROOT / file).read_text(encoding="utf-8")
+            needed = {bringer[m] for m in _core_imports(text) if m in bringer}
+            assert needed <= required, f"{name}: {file}"
