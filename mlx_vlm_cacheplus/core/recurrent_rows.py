@@ -36,7 +36,7 @@ def rows_that_fit_together(generator: Any) -> Iterator[None]:
     rows = generator._unprocessed_sequences[:size]
     if (
         len(rows) > 1
-        and _admits_now(generator)
+        and _may_admit(generator)
         and (_would_share_features(rows) or _would_read_padding(generator, rows))
     ):
         generator.prefill_batch_size = 1
@@ -56,23 +56,27 @@ def _would_share_features(rows: list[tuple]) -> bool:
 
 
 def _would_read_padding(generator: Any, rows: list[tuple]) -> bool:
-    """Whether these rows are padded on the right and a layer could not skip it."""
+    """Whether these rows may be padded on the right and a layer could not skip it."""
     if not _is_recurrent(generator.apc):
         return False
+    if len(generator._generation_batch) > 0:
+        # A row that ends in this step stores its reply before others are admitted: it
+        # can make one of these warm.
+        return True
     prefixes = [_prefix_len(generator, row[1], row[3]) for row in rows]
+    if getattr(generator, "draft_model", None) is not None:
+        # A drafter may be resumed at fewer places than the target: of a row with a
+        # prefix nobody knows yet how much is restored.
+        return any(prefixes)
     suffixes = {len(row[1]) - n for row, n in zip(rows, prefixes, strict=False)}
     return any(prefixes) and len(suffixes) > 1
 
 
-def _admits_now(generator: Any) -> bool:
-    """False where the generator cannot admit anybody, so that nothing is looked up."""
-    decoding = generator._generation_batch
-    if getattr(generator, "apc", None) is None or generator._prompt_batch is not None:
-        return False
-    if getattr(decoding, "is_speculative", False) and len(decoding) > 0:
-        return False
-    places = generator.completion_batch_size - len(decoding)
-    return places >= generator.prefill_batch_size
+def _may_admit(generator: Any) -> bool:
+    """False where nobody is admitted in this step, whatever ends in it."""
+    return getattr(generator, "apc", None) is not None and (
+        generator._prompt_batch is None
+    )
 
 
 def _is_recurrent(coordinator: Any) -> bool:

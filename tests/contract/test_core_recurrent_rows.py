@@ -100,10 +100,9 @@ def test_rows_behind_those_that_are_next_do_not_count():
     [
         {"apc": None},
         {"_prompt_batch": object()},
-        {"_generation_batch": type("B", (list,), {"is_speculative": True})([1])},
         {"_unprocessed_sequences": [(1, [1, 2, 3], 8, {}, None, None)]},
     ],
-    ids=["no cache", "prefilling", "speculating", "one row"],
+    ids=["no cache", "prefilling", "one row"],
 )
 def test_where_nobody_is_admitted_nothing_changes(fields):
     assert size_inside(make(MIXED, KNOWN, **fields)) == 4
@@ -116,11 +115,19 @@ def test_the_size_comes_back_after_an_error():
     assert generator.prefill_batch_size == 4
 
 
-def test_nothing_is_looked_up_while_the_batch_is_full():
-    generator = make([[1, 2, 3], [1, 2, 4]], known=[([1, 2], 0)])
-    generator._generation_batch = [None] * 30
+def test_rows_go_alone_while_others_decode():
+    """One that ends in this step stores its reply before these are admitted."""
+    generator = make(COLD, _generation_batch=[None] * 30)
     generator._apc_extra_hash = None  # a lookup would call it
-    assert size_inside(generator) == 4
+    assert size_inside(generator) == 1
+    assert size_inside(make(COLD, layers=(DENSE,), _generation_batch=[None])) == 4
+
+
+def test_warm_rows_go_alone_where_a_drafter_may_be_resumed_elsewhere():
+    alike = [[1, 2, 3], [1, 2, 4]]
+    assert size_inside(make(alike, KNOWN)) == 4
+    assert size_inside(make(alike, KNOWN, draft_model=object())) == 1
+    assert size_inside(make(COLD, KNOWN, draft_model=object())) == 4
 
 
 def test_warm_rows_with_as_many_tokens_left_go_together():

@@ -227,7 +227,7 @@ for target in targets:
     for name, module in list(sys.modules.items()):
         if raw is ABSENT or target.qualname in ("app", "asyncio") or name == target.module or not name.startswith("mlx_vlm."):
             continue
-        rounds = "_walk" in target.qualname or target.qualname in ("run_speculative_server_rounds", "speculative_stats_since")
+        rounds = "_walk" in target.qualname or target.qualname in ("run_speculative_server_rounds", "speculative_stats_since", "_mtp_verify_target")
         if rounds and name in handed_on:
             continue
         if target.qualname == "semantic_extra_hash" and name == "mlx_vlm.vision_cache":
