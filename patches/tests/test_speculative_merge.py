@@ -100,7 +100,9 @@ def test_what_was_slower_together_takes_turns(model, kind, monkeypatch):
 
     (batch,) = run.generator.speculative_batches
     for _ in range(20):
-        pace_of(batch).add(rows=1, width=drafting_fixtures.BLOCK, seconds=1e-9, tokens=2)
+        pace_of(batch).add(
+            rows=1, width=drafting_fixtures.BLOCK, seconds=1e-9, tokens=2
+        )
         pace_of(batch).add(rows=2, width=drafting_fixtures.BLOCK, seconds=1.0, tokens=2)
     run.insert(prompts[1:], max_tokens=24)
     while not run.ended:
