@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache
 
 from . import batch_drafter
 from .draft_state import offer_rows
@@ -117,9 +116,6 @@ def _reason_alone(batch: Any) -> str | None:
     for entry in batch.prompt_cache:
         if type(entry) not in JOINABLE:
             return f"{type(entry).__name__} takes no rows"
-        if type(entry) is ArraysCache and mode() != "always":
-            # One reply in a thousand was another than alone; the reason is not known.
-            return "rows with recurrent states join where the mode is always"
         if entry.batch_size != len(batch.drafted.active):
             return "its caches hold other rows than expected"
     return reason_apart(batch)

@@ -246,7 +246,7 @@ def test_many_rows_come_and_go(server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense-eagle3", "dense-dflash"])
+@pytest.mark.parametrize("name", ["hybrid-mtp", "dense-eagle3", "dense-dflash"])
 def test_many_rows_where_cost_decides(make_server, name):
     settings = {**SETTINGS, "env": {**ENV, MODE: "auto"}}
     server = make_server(DRAFTERS[name], draft_model=name, **settings)
