@@ -1,6 +1,6 @@
 """A restart in the middle of a session: how long the next turn's first token takes.
 
-    python -m tests.bench.restart             both bundled models, about five minutes
+    python -m tests.bench.restart             both bundled models, about three minutes
     python -m tests.bench.restart --small     the mechanics: two turns, one round
 
 Real servers, tiny models in float32, greedy.  Three sides: *cold*, a stock server that has seen nothing; *stock*, one
