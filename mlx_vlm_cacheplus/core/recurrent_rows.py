@@ -63,20 +63,21 @@ def _would_read_padding(generator: Any, rows: list[tuple]) -> bool:
         # A row that ends in this step stores its reply before others are admitted: it
         # can make one of these warm.
         return True
-    prefixes = [_prefix_len(generator, row[1], row[3]) for row in rows]
+    lengths = (_prefix_len(generator, row[1], row[3]) for row in rows)
     if getattr(generator, "draft_model", None) is not None:
         # A drafter may be resumed at fewer places than the target: of a row with a
         # prefix nobody knows yet how much is restored.
-        return any(prefixes)
+        return any(lengths)
+    prefixes = list(lengths)
     suffixes = {len(row[1]) - n for row, n in zip(rows, prefixes, strict=False)}
     return any(prefixes) and len(suffixes) > 1
 
 
 def _may_admit(generator: Any) -> bool:
     """False where nobody is admitted in this step, whatever ends in it."""
-    return getattr(generator, "apc", None) is not None and (
-        generator._prompt_batch is None
-    )
+    if getattr(generator, "apc", None) is None or generator._prompt_batch is not None:
+        return False
+    return bool(generator.completion_batch_size >= generator.prefill_batch_size)
 
 
 def _is_recurrent(coordinator: Any) -> bool:

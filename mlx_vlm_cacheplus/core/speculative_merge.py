@@ -63,6 +63,10 @@ def join_batches(generator: Any) -> None:
     batches = getattr(generator, "speculative_batches", ())
     if len(batches) < 2:
         return
+    if mode() == "never":
+        for batch in batches:
+            _note_turns(batch, f"{MODE} is never")
+        return
     # Of each batch once: a step has many pairs.
     reasons = {id(batch): _reason_alone(batch) for batch in batches}
     kept: list[Any] = []
@@ -89,10 +93,15 @@ def _joined(taker: Any, batch: Any, reasons: dict[int, str | None]) -> bool:
             logger.warning("Batches take turns: %s", error, exc_info=True)
             batch.stays_apart = reason = f"joining failed: {error}"
             reasons[id(batch)] = reason
-    for figures in (*taker.draft_figures.values(), *batch.draft_figures.values()):
+    for one in (taker, batch):
+        _note_turns(one, reason)
+    return False
+
+
+def _note_turns(batch: Any, reason: str) -> None:
+    for figures in batch.draft_figures.values():
         if figures.batching != MERGED:
             figures.batching, figures.batching_reason = TURNS, reason
-    return False
 
 
 def _reason_apart(taker: Any, batch: Any) -> str | None:
@@ -105,8 +114,6 @@ def _reason_apart(taker: Any, batch: Any) -> str | None:
 
 def _reason_alone(batch: Any) -> str | None:
     """Why a batch joins no other in this step; None if it can."""
-    if mode() == "never":
-        return f"{MODE} is never"
     if getattr(batch, "stays_apart", None) is not None:
         return str(batch.stays_apart)
     if getattr(batch, "drafted", None) is None:
@@ -288,7 +295,7 @@ def timed_round(batch: Any, advance: Callable[[], list]) -> list:
     start = time.perf_counter()
     responses = advance()
     newest = batch.drafted.newest if getattr(batch, "drafted", None) else ()
-    if running and newest:
+    if running and newest and mode() == "auto":
         pace_of(batch).add(
             rows=len(newest),
             width=batch.draft_model.draft_lens[-1] + 1,

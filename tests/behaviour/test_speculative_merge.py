@@ -8,7 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.behaviour.stored import leases
-from tests.behaviour.test_speculative_turns import Agents, assert_nothing_is_left
+from tests.behaviour.test_speculative_turns import (
+    Agents,
+    alone,
+    asked,
+    assert_nothing_is_left,
+)
 from tests.fakes.models import DRAFTERS, record_prompt
 from tests.fakes.oracle import make_drafter
 from tests.fakes.replies import RequestFailed
@@ -39,20 +44,6 @@ def server(request, make_server, assistant):
     if request.param == "assistant":
         return make_server("dense", draft_model=assistant, **SETTINGS)
     return make_server(DRAFTERS[request.param], draft_model=request.param, **SETTINGS)
-
-
-def asked(messages, max_tokens, **more):
-    return {"messages": list(messages), "max_tokens": max_tokens, **more}
-
-
-def alone(server, *asks):
-    """What each request is answered on an empty cache, nobody else being there."""
-    out = []
-    for ask in asks:
-        server.clear_cache()
-        out.append(server.chat(**ask))
-    server.clear_cache()
-    return out
 
 
 def figures(reply):

@@ -123,6 +123,12 @@ def test_rows_go_alone_while_others_decode():
     assert size_inside(make(COLD, layers=(DENSE,), _generation_batch=[None])) == 4
 
 
+def test_nothing_is_looked_up_where_rows_elsewhere_have_all_places():
+    generator = make(MIXED, KNOWN, completion_batch_size=3)
+    generator._apc_extra_hash = None  # a lookup would call it
+    assert size_inside(generator) == 4
+
+
 def test_warm_rows_go_alone_where_a_drafter_may_be_resumed_elsewhere():
     alike = [[1, 2, 3], [1, 2, 4]]
     assert size_inside(make(alike, KNOWN)) == 4

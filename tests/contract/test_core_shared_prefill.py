@@ -480,11 +480,11 @@ class TestOneBatch:
             generator.insert(uid, prompt(uid))
         for _ in range(5):
             with core.rows_that_share_nothing(generator):
-                pass
+                assert generator.prefill_batch_size == 8
         assert len(calls) == 2
         generator.apc_manager.segments.keep([1, 2])
         with core.rows_that_share_nothing(generator):
-            pass
+            assert generator.prefill_batch_size == 8
         assert len(calls) == 4
 
     def test_a_step_without_a_queue_touches_nothing(self, generator):

@@ -467,7 +467,8 @@ def test_rows_know_whether_they_shared_their_rounds():
     assert figures() == [("merged", None)] * 2
 
 
-def test_the_first_round_of_a_loop_is_not_measured():
+def test_the_first_round_of_a_loop_is_not_measured(monkeypatch):
+    monkeypatch.setenv(MODE, "auto")
     a = Batch(0, (5,), (1,))
     a.drafted.newest = [(0, 1, [7, 8])]
     loop, a._rounds_iter = a._rounds_iter, None
@@ -478,6 +479,9 @@ def test_the_first_round_of_a_loop_is_not_measured():
     assert core.pace_of(a).averages.keys() == {1}
     ((width, average),) = core.pace_of(a).averages[1].items()
     assert width == 4 and average.rounds == 1 and average.tokens == 2
+    monkeypatch.setenv(MODE, "never")
+    core.timed_round(a, list)
+    assert average.rounds == 1, "nobody asks"
 
 
 @pytest.mark.parametrize(("mode", "left"), [("auto", 2), ("always", 1), ("never", 2)])

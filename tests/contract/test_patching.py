@@ -38,7 +38,7 @@ class Subject:
 
 
 class Child(Subject):
-    pass
+    """Inherits all."""
 
 
 def function(number):
