@@ -95,6 +95,7 @@ class Watch:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.seams: list[tuple[Any, str, Any]] = []
+        self.collecting: Any = None
 
     def install(self) -> None:
         """Hooks on symbols that no change of the plugin targets, then the seams."""
@@ -103,13 +104,14 @@ class Watch:
         owner = generation.ResponseGenerator
         self._wrap(normalization, "_build_gen_args", self._arguments)
         self._wrap(owner, "_make_sampler", self._sampler)
-        self._wrap(owner, "_collect_pending_requests", self._collect)
         progress = staticmethod(self._progress(owner._log_decode_progress))
         owner._log_decode_progress = progress
         self.watch_seams()
 
     def watch_seams(self) -> None:
-        """Time what a request passes; after the plugin, whose check wants stock's."""
+        """See what comes in, time what it passes; after the plugin, whose check wants stock's."""
+        generation = importlib.import_module("mlx_vlm.server.generation")
+        self._watch_collecting(generation.ResponseGenerator)
         for module, cls, name in SEAMS:
             owner = getattr(importlib.import_module(module), cls)
             self.seams.append((owner, name, vars(owner)[name]))
@@ -129,14 +131,20 @@ class Watch:
 
         return build_gen_args
 
-    def _collect(self, original: Any) -> Any:
+    def _watch_collecting(self, owner: Any) -> None:
+        name = "_collect_pending_requests"
+        self.collecting = vars(owner)[name]
+        self.seams.append((owner, name, self.collecting))
+
+        @functools.wraps(self.collecting)
         def collect_pending_requests(generator: Any, **kwargs: Any) -> Any:
             self.between(generator, kwargs["active"])
-            pending, stop = original(generator, **kwargs)
+            # What is in place now: the plugin may have come or gone just before.
+            pending, stop = self.collecting(generator, **kwargs)
             self.requests += [self.admitted(request) for request in pending]
             return pending, stop
 
-        return collect_pending_requests
+        setattr(owner, name, collect_pending_requests)
 
     def _progress(self, original: Any) -> Any:
         def log_decode_progress(uid: Any, info: Any, **kwargs: Any) -> float:

@@ -194,9 +194,13 @@ class Switch(Watch):
         """
         reason, checks.serving_reason = checks.serving_reason, lambda: ""
         try:
-            return mlx_vlm_cacheplus.activate()
+            report = mlx_vlm_cacheplus.activate()
         finally:
             checks.serving_reason = reason
+        # The idle batch generator was made before; it is asked for work once more.
+        ar = importlib.import_module("mlx_vlm.generate.ar")
+        ar.BatchGenerator.speculative_batches = []
+        return report
 
     def _storage_of(self, side: str) -> tuple[Any, Any]:
         if side not in self.storage:
