@@ -11,9 +11,9 @@ Invariants:
 1. Batches join at round boundaries alone, after each had a round of its own.  So no
    token is computed twice, and none is lost.
 2. What a row emits is what it emits alone: it keeps its length in the caches, its
-   position deltas, and the positions of its seeded draws.  Where target or drafter keep
-   one length for a batch, a round accepts what all its rows accept; rows then need
-   other numbers of rounds, and say the same.
+   position deltas, and the positions of its seeded draws.  Where drafter or caches keep
+   one length for a batch, a round accepts what all its rows accept (see
+   ``row_acceptance``); rows then need other numbers of rounds, and say the same.
 3. What is joined is built beside what is there; a fault on the way leaves both batches
    as they were, and they take turns.
 4. Batches that were slower together, by what their rounds took, take turns.
