@@ -63,7 +63,7 @@ class SpeculativeMerge(Change):
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 batch = drafted_replies.current_batch()
                 if batch is not None:
-                    batch.drafted.apart = row_acceptance.rows_keep_their_own
+                    core.keep_rows_apart(batch)
                     kwargs["max_tokens"] = core.tokens_left(batch)
                     kwargs["sampler"] = core.sampler_of(batch)
                     kwargs["row_ids"] = core.row_numbers(batch)
@@ -79,19 +79,9 @@ class SpeculativeMerge(Change):
 
             return wrapper
 
-        def clamps(original: Any) -> Any:
-            def wrapper(*args: Any) -> bool:
-                asked = original(*args)
-                return asked and not row_acceptance.running_round_keeps_rows()
-
-            return wrapper
-
-        def commit(original: Any) -> Any:
-            return functools.partial(row_acceptance.commit_round, original)
-
         for module in ROUNDS:
-            patcher.replace_method(module, CLAMPS, clamps)
-            patcher.replace_method(module, COMMIT, commit)
+            patcher.set(module, CLAMPS, row_acceptance.rows_accept_alike)
+            patcher.set(module, COMMIT, row_acceptance.commit_round)
         patcher.precede(
             AR, "BatchGenerator.next", lambda self, **_: core.join_batches(self)
         )

@@ -15,18 +15,18 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mlx_vlm.models.cache import ArraysCache, BatchKVCache
 from mlx_vlm.speculative.cache_state import (
     SpeculativeCacheTransaction,
+    commit_speculative_round,
     rollback_speculative_cache,
 )
+from mlx_vlm.speculative.common import _requires_uniform_batch_acceptance
 
-from .draft_priming import takes_ragged_rows
 from .drafted_replies import current_batch
-from .merge_pace import mode
 
 CLAMP = "requires_uniform_batch_acceptance"
 
@@ -37,10 +37,7 @@ def rows_keep_their_own(batch: Any) -> bool:
     Call after the round's verify step was built and before anything is committed: what
     a recurrent state records is known then.
     """
-    drafter = batch.draft_model
-    if mode() == "never" or getattr(drafter, CLAMP, False):
-        return False
-    if not takes_ragged_rows(drafter, batch.draft_kind):
+    if getattr(batch.draft_model, CLAMP, False):
         return False
     return all(map(_holds_unequal_rows, batch.prompt_cache))
 
@@ -51,30 +48,36 @@ def _holds_unequal_rows(entry: Any) -> bool:
     return type(entry) is BatchKVCache
 
 
-def running_round_keeps_rows() -> bool:
-    """The same of the batch whose round runs on this thread; False outside of one."""
+def rows_accept_alike(draft_model: Any, target: Any = None) -> bool:
+    """Whether the running round must be clamped to the row that accepts least.
+
+    Args:
+        draft_model, target: either may ask for it.
+    """
+    asked = _requires_uniform_batch_acceptance(draft_model, target)
+    return bool(asked) and not _running_round_keeps_rows()
+
+
+def _running_round_keeps_rows() -> bool:
     batch = current_batch()
     return batch is not None and bool(batch.drafted.apart(batch))
 
 
 def commit_round(
-    commit: Callable[..., None],
-    model: Any,
-    caches: Sequence[Any],
-    state: Any,
-    accepted: Any,
-    block_size: int,
+    model: Any, caches: Sequence[Any], state: Any, accepted: Any, block_size: int
 ) -> None:
     """Commit a round; of a target that clamps, row by row where the round was not.
 
     Args:
-        commit: commits as the target does.
-        model, caches, state, accepted, block_size: its arguments; ``accepted`` counts
-            the draft tokens of each row.
+        model: the target.
+        caches: its entries.
+        state: what its verify step returned for a rollback; may be None.
+        accepted: accepted draft tokens, of one row or [rows].
+        block_size: tokens that the step verified, of each row.
     """
     clamps = getattr(model, CLAMP, False)
     recorded = isinstance(state, SpeculativeCacheTransaction)
-    if clamps and not recorded and running_round_keeps_rows():
+    if clamps and not recorded and _running_round_keeps_rows():
         rollback_speculative_cache(caches, state, accepted, block_size)
     else:
-        commit(model, caches, state, accepted, block_size)
+        commit_speculative_round(model, caches, state, accepted, block_size)
