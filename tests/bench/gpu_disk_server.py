@@ -37,6 +37,7 @@ class DiskSwitch(Switch):
         super().__init__()
         self.folder = Path(os.environ["MLX_VLM_CACHE_HOME"]) / "disk"
         self.wanted = NO_CACHE
+        self.opened = 0.0  # seconds in which the last storage was made and opened
         self.handed = 0  # parcels that were given to the writer
 
     # -- the switch --------------------------------------------------------------
@@ -45,7 +46,9 @@ class DiskSwitch(Switch):
         out = super()._become(side.removesuffix(DISK).removesuffix(TWIN))
         manager = self.generator.apc_manager
         if side == PLUS + DISK and disk_coordination.tier_of(manager) is None:
+            began = time.perf_counter()
             disk_coordination.open_tier(self.generator)
+            self.opened += time.perf_counter() - began
             self._watch(disk_coordination.tier_of(manager))
         self.side = side
         tiers = {
@@ -61,7 +64,10 @@ class DiskSwitch(Switch):
         if self.wanted.endswith(DISK):
             os.environ["APC_DISK_ENABLED"] = "1"
             os.environ["APC_DISK_PATH"] = str(self.folder)
-        return super()._storage_of(self.wanted)
+        began = time.perf_counter()
+        out = super()._storage_of(self.wanted)
+        self.opened = time.perf_counter() - began
+        return out
 
     def _close(self, side: str) -> None:
         """Close a side's manager, on that side, and forget it."""
@@ -78,9 +84,7 @@ class DiskSwitch(Switch):
             self._close(side)
             self.folder = Path(folder)
             gc.collect()
-            began = time.perf_counter()
-            out = self._become(side)
-            out["opened"] = time.perf_counter() - began
+            out = {**self._become(side), "opened": self.opened}
             # The tier's threads were made by this one and must not share its core.
             if "BENCH_CORES" in os.environ:
                 self._place()

@@ -60,6 +60,7 @@ class Pair:
     seat: type[Seat] = Seat
     overtime = OVERTIME
     kind = "turns"
+    count = 2
 
     def __init__(self, options: argparse.Namespace, shape: str, work: Path):
         self.shape, self.work, self.options = shape, work, options
@@ -78,9 +79,9 @@ class Pair:
         return make_plan(PAIR_TURN[self.shape], o.system, o.user, 60)
 
     def start(self, stack: ExitStack) -> None:
-        """Load both servers and warm them up, both at the same time."""
+        """Load the servers and warm them up, all at the same time."""
         plan = self.plan()
-        for number in range(2):
+        for number in range(self.count):
             home = self.work / f"{self.shape}-home{number}"
             home.mkdir(parents=True)
             seat = self.seat(plan, self.options, self.folder, home)
@@ -123,7 +124,8 @@ class Pair:
     def round(self, number: int) -> dict[str, Any]:
         """Both replies in turn; one that lost the turn is marked."""
         seat = number // EACH % 2
-        seats = dict(zip(self.sides, (self.seats[seat], self.seats[1 - seat])))
+        places = (self.seats[seat], self.seats[1 - seat])
+        seats = dict(zip(self.sides, places, strict=True))
         for side, one in seats.items():
             one.become(side)
         leader = list(seats)[number % 2]
