@@ -196,6 +196,7 @@ class Restarts:
     def play(self, end: float) -> None:
         """Fill both folders, then rounds while one more fits before ``end``."""
         o = self.options
+        self.seat.get("sit")  # no turns are taken any more
         self.seat.plan = make_plan(o.turns, o.system, o.user, o.reply)
         if not all(self.fill(side, end) for side in SIDES[1:]):
             note(f"  {self.shape}: no time to fill the folders")
