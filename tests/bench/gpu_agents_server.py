@@ -22,20 +22,13 @@ from tests.bench import gpu_server
 from tests.bench.gpu_switch import Switch
 
 MODE = "MLX_VLM_DRAFT_MERGE"
-# What ends a side's name: how batches are put together, and whether the target's rows
-# each keep what they accept, or all what the least of them does, as stock has it.
-MODES = {
-    ", turns": ("never", True),
-    ", joined": ("always", True),
-    ", joined, each row its own": ("always", False),
-    ", by pace": ("auto", True),
-}
-UNIFORM = "requires_uniform_batch_acceptance"
+# What ends a side's name: how the plugin puts speculative batches together.
+MODES = {", turns": "never", ", joined": "always", ", by pace": "auto"}
 
 
 def parted(side: str) -> tuple[str, str]:
     """A side as ``gpu_switch`` knows it, and its mode."""
-    for mode in sorted(MODES, key=len, reverse=True):
+    for mode in MODES:
         if side.endswith(mode):
             return side.removesuffix(mode), mode
     return side, ""
@@ -48,20 +41,13 @@ class AgentsSwitch(Switch):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.batch: Any = None
-        self.clamps: bool | None = None
 
     def _become(self, side: str) -> dict[str, Any]:
         base, mode = parted(side)
-        word, uniform = MODES.get(mode, ("never", True))
         out = super()._become(base)
-        os.environ[MODE] = word
-        target = getattr(self.generator.model, "language_model", self.generator.model)
-        owner = type(target)
-        if self.clamps is None:
-            self.clamps = bool(getattr(owner, UNIFORM, False))
-        setattr(owner, UNIFORM, self.clamps and uniform)
+        os.environ[MODE] = MODES.get(mode, "never")
         self.side = side
-        return {**out, "side": side, "clamps": getattr(owner, UNIFORM)}
+        return {**out, "side": side}
 
     def watch_seams(self) -> None:
         """Count steps too."""

@@ -25,6 +25,12 @@ from typing import Any
 RANDOM = "random.safetensors"
 CHAIN = "chain.json"  # beside it: a target that says a known reply, see gpu_chain
 SCRIPT = "bench_reply"
+# Where the generation thread takes requests.
+COLLECT = (
+    "mlx_vlm.server.generation",
+    "ResponseGenerator",
+    "_collect_pending_requests",
+)
 # Seams of a request's way to its first token: module, owner, name.
 SEAMS = (
     ("mlx_vlm.server.generation", "ResponseGenerator", "_cpu_preprocess"),
@@ -95,10 +101,9 @@ class Watch:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.seams: list[tuple[Any, str, Any]] = []
-        self.collecting: Any = None
 
     def install(self) -> None:
-        """Hooks on symbols that no change of the plugin targets, then the seams."""
+        """Hooks on symbols that no change of the plugin targets, then the others."""
         normalization = importlib.import_module("mlx_vlm.server.request_normalization")
         generation = importlib.import_module("mlx_vlm.server.generation")
         owner = generation.ResponseGenerator
@@ -109,13 +114,12 @@ class Watch:
         self.watch_seams()
 
     def watch_seams(self) -> None:
-        """See what comes in, time what it passes; after the plugin, whose check wants stock's."""
-        generation = importlib.import_module("mlx_vlm.server.generation")
-        self._watch_collecting(generation.ResponseGenerator)
-        for module, cls, name in SEAMS:
+        """Time what a request passes; after the plugin, whose check wants stock's."""
+        for module, cls, name in (COLLECT, *SEAMS):
             owner = getattr(importlib.import_module(module), cls)
             self.seams.append((owner, name, vars(owner)[name]))
-            self._wrap(owner, name, self._timed)
+            made = self._collect if name == COLLECT[2] else self._timed
+            self._wrap(owner, name, made)
 
     @staticmethod
     def _wrap(owner: Any, name: str, make: Any) -> None:
@@ -131,20 +135,17 @@ class Watch:
 
         return build_gen_args
 
-    def _watch_collecting(self, owner: Any) -> None:
-        name = "_collect_pending_requests"
-        self.collecting = vars(owner)[name]
-        self.seams.append((owner, name, self.collecting))
-
-        @functools.wraps(self.collecting)
+    def _collect(self, original: Any) -> Any:
         def collect_pending_requests(generator: Any, **kwargs: Any) -> Any:
-            self.between(generator, kwargs["active"])
-            # What is in place now: the plugin may have come or gone just before.
-            pending, stop = self.collecting(generator, **kwargs)
+            if self.between(generator, kwargs["active"]):
+                # What this is now, which need not be what it was.
+                out: tuple[Any, Any] = generator._collect_pending_requests(**kwargs)
+                return out
+            pending, stop = original(generator, **kwargs)
             self.requests += [self.admitted(request) for request in pending]
             return pending, stop
 
-        setattr(owner, name, collect_pending_requests)
+        return collect_pending_requests
 
     def _progress(self, original: Any) -> Any:
         def log_decode_progress(uid: Any, info: Any, **kwargs: Any) -> float:
@@ -156,8 +157,12 @@ class Watch:
         return log_decode_progress
 
     # -- in the generation thread ------------------------------------------------
-    def between(self, generator: Any, active: bool) -> None:
-        """Before requests are taken; ``active``: some are being answered."""
+    def between(self, generator: Any, active: bool) -> bool:
+        """Before requests are taken; ``active``: some are being answered.
+
+        Returns whether the server may be another one now.
+        """
+        return False
 
     def admitted(self, request: Any) -> dict[str, Any]:
         """What is kept of a request."""
