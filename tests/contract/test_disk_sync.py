@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mlx_vlm_cacheplus.changes import durable_disk
 from mlx_vlm_cacheplus.core import disk_coordination as disk
 from mlx_vlm_cacheplus.core.disk_settings import settings_of
 from mlx_vlm_cacheplus.core.disk_sync import Receipt
@@ -86,6 +87,18 @@ def test_settings():
     assert not settings_of(None, {"APC_DISK_SYNC": "reply"}, sync="never").sync
     with pytest.raises(ValueError, match="never or reply"):
         sync(APC_DISK_SYNC="always")
+
+
+def test_the_option(monkeypatch):
+    (option,) = [o for o in durable_disk.CHANGE.options if o.env == durable_disk.SYNC]
+    option.check("never")
+    with pytest.raises(ValueError, match="never or reply"):
+        option.check("")
+    monkeypatch.setenv("APC_DISK_SYNC", "never")
+    assert "wait" not in durable_disk.describe_disk(None)
+    monkeypatch.setenv(option.env, "reply")
+    assert durable_disk.describe_disk(None).endswith("ends of replies wait")
+    assert durable_disk.settings(None).sync
 
 
 @pytest.mark.parametrize("layout", ["dense", "hybrid", "recurrent"])
