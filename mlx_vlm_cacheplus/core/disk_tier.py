@@ -7,8 +7,8 @@ once, and a :class:`~disk_parcel.Mark` on the nodes in RAM says how far.
 
 What is promised:
 
-1. A request never waits for a write, unless its end was asked to (``promise``), and for a read no longer than ``READ_SECONDS``, or
-   than reading its prompt anew would take.
+1. A request never waits for a write, but its end where that was asked for (``promise``),
+   and for a read no longer than ``READ_SECONDS``, or than reading its prompt anew takes.
 2. A token's keys and values are written once.  Of the end states those are written that
    are not superseded when a row ends, and the first one of a path.
 3. No fault of the disk reaches a request.

@@ -80,6 +80,7 @@ class DiskWriter:
         self._changed = threading.Condition()
         self._closing = False
         self._busy = False
+        self.is_failing = False
         self._swept = False
         self._said_refused = False
         self.reads_only = False
@@ -122,7 +123,7 @@ class DiskWriter:
         The content of the files has its name then, and their rows are in the index.
         """
         with self._changed:
-            if self._closing or self.reads_only or self.trouble is not None:
+            if self._closing or self.reads_only or self.is_failing:
                 receipt.tell(False)
             elif self._parcels:
                 self._parcels[-1].receipts.append(receipt)
@@ -194,6 +195,7 @@ class DiskWriter:
                     if not (self._first or self._jobs):
                         self._tell(self._receipts, self.trouble is None)
                     self._changed.notify_all()
+            self.is_failing = not fine
             if fine:
                 pause = FIRST_PAUSE
                 continue

@@ -142,7 +142,7 @@ def test_a_failing_disk_is_waited_for_once(start, monkeypatch, caplog):
         patch.setattr(os, "replace", refuse)
         first = end(server, *session(1, 1)[0])
         deadline = time.monotonic() + SECONDS
-        while server.tier.writer.trouble is None and time.monotonic() < deadline:
+        while not server.tier.writer.is_failing and time.monotonic() < deadline:
             time.sleep(0.005)
         assert not hold(first, 0.05)
         others = [end(server, *session(1, seed)[0]) for seed in range(2, 5)]
