@@ -155,7 +155,9 @@ def test_nobody_waits_for_a_slow_disk(start, monkeypatch):
 
 
 def test_the_end_of_a_reply_waits_where_it_is_asked_to(start, monkeypatch):
-    assert start().tier.promise() is None
+    server = start()
+    assert server.tier.promise() is None
+    server.stop()
     server = start(sync=True)
     server.flush()
     gate, real = threading.Event(), os.fsync
