@@ -51,7 +51,7 @@ class Intake:
         self.prefill_rate = 0.0
         self.hits = self.restored_tokens = self.timeouts = 0
         self.reader = DiskReader(
-            *(store, identity, self.is_worth),
+            *(store, identity, self.is_worth, companions.knows),
             *(self._set_aside, self._look_at_index, max_bytes),
         )
 
