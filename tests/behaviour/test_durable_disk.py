@@ -90,6 +90,12 @@ def said(server, turns, between=lambda: None):
 
     The same tokens and proposals are as many accepted ones.
     """
+    replies, drafts = talk_and_drafts(server, turns, between)
+    return [(r.ids, d) for r, d in zip(replies, drafts, strict=True)]
+
+
+def talk_and_drafts(server, turns, between=lambda: None):
+    """A talk's replies, and what a drafter proposed for each, in rounds."""
     drafts = []
 
     def note():
@@ -106,7 +112,7 @@ def said(server, turns, between=lambda: None):
 
     replies = talk(server, turns, between=after)
     assert all(drafts) or server.generator.draft_model is None
-    return [(r.ids, d) for r, d in zip(replies, drafts, strict=True)]
+    return replies, drafts
 
 
 @pytest.mark.parametrize(("model", "drafter"), PAIRS[2:])
@@ -129,6 +135,18 @@ def test_drafters_that_take_turns_restore_their_own_part(make_server, folder):
         written(server)
     whole = len(reply.prompt_ids)
     assert read[:2] == [whole, whole] and max(read[2:]) <= 2
+
+
+def test_a_drafter_goes_on_from_where_it_was(make_server, folder):
+    """What was added without it is read again, and not what it had read before."""
+    want = said(make_server("hybrid", draft_model="hybrid-mtp"), 3)
+    talk(make_server("hybrid", disk=folder, draft_model="hybrid-mtp"), 2)
+    talk(make_server("hybrid", disk=folder), 3)
+    server = make_server("hybrid", disk=folder, draft_model="hybrid-mtp")
+    replies, drafts = talk_and_drafts(server, 3, lambda: restart(server))
+    assert [r.ids for r in replies] == [ids for ids, _ in want]
+    assert drafts == [proposed for _, proposed in want]
+    assert replies[2].prefilled <= new_tokens(replies[2], replies[:2]) + 2
 
 
 def test_c77_nobody_else_can_read_it(make_server, folder):

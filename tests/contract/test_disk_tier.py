@@ -10,7 +10,7 @@ import pytest
 
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES
 from mlx_vlm_cacheplus.core.disk_index import COMPANION, INDEX, SPAN
-from mlx_vlm_cacheplus.core.draft_state import DraftPart
+from mlx_vlm_cacheplus.core.draft_state import DraftPart, DraftView
 from tests.contract.disk_server import SECONDS, quick, server_entries, session, start
 from tests.fakes.token_caches import LAYOUTS, nodes_of
 
@@ -299,6 +299,26 @@ def test_a_drafter_that_comes_later_adds_its_part(start):
     assert parts_of(server, [1, 2, 3, 4, 5])[0] == [1, 2, 3, 4, 5]
     kinds = [e.kind for e in server.store.all_entries()]
     assert kinds.count(COMPANION) == 1 and kinds.count(SPAN) == 2
+
+
+@pytest.mark.parametrize("layout", ["dense", "hybrid"])
+def test_a_drafter_goes_on_from_where_it_was(start, layout):
+    """What was added without it is read again, and not what it had read before."""
+    names, ids = {IDENTITY: "drafter"}, list(range(1, 10))
+    server = start(layout, companions=names)
+    for stop in (3, 5, 7):
+        drafted(server, ids[:stop], True)
+    server.stop()
+    server = start(layout)
+    server.ask(ids)
+    drafted(server, ids, False)
+    server.stop()
+    server = start(layout, companions=names)
+    assert server.ask([*ids, 0])[0] == 9
+    view = DraftView(IDENTITY, lookahead=True)
+    hit = server.cache.find([*ids, 0], 0, lambda length: True, view)
+    assert hit is not None and hit.length == 7
+    hit.release()
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["with a part", "without"])
