@@ -18,6 +18,10 @@ class CompanionNames:
     def __init__(self, names: dict[Any, str]):
         self.names = names
 
+    def knows(self, name: str) -> bool:
+        """Whether parts of that name are of use."""
+        return name in self.names.values()
+
     def pack(self, companion: Any) -> tuple[str, list, Any] | None:
         """Name, spans and pending state of a part; None for what is not kept."""
         name = self.names.get(companion.identity)

@@ -209,12 +209,22 @@ def walk(
 
 
 def supplements(connection: sqlite3.Connection, spans: Iterable[Entry]) -> list[Entry]:
-    """What was kept later of these spans."""
-    numbers = ",".join(str(span.number) for span in spans)
+    """What was kept later of these spans; not what a row gives to a wrong one."""
+    numbered = {span.number: span for span in spans}
+    numbers = ",".join(map(str, numbered))
     rows = connection.execute(
         f"SELECT {COLUMNS} FROM entries WHERE parent IN ({numbers}) AND kind > 0"
     )
-    return _entries(rows)
+    return [e for e in _entries(rows) if _belongs(e, numbered.get(e.parent))]
+
+
+def _belongs(entry: Entry, span: Entry | None) -> bool:
+    """Whether a supplement can be this span's: a state inside it, or a part of all."""
+    if span is None:
+        return False
+    if entry.kind == STATE:
+        return span.start < entry.start == entry.stop <= span.stop
+    return (entry.start, entry.stop) == (span.start, span.stop)
 
 
 def _entries(rows: Iterable[tuple]) -> list[Entry]:

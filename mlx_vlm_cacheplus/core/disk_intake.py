@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .disk_arrays import to_segment, to_states
 from .disk_companions import CompanionNames
-from .disk_index import COMPANION, Entry
+from .disk_index import COMPANION, SPAN, Entry
 from .disk_parcel import Mark
 from .disk_reader import DiskReader, Found, Load
-from .disk_segment import HostSegment
+from .disk_segment import HostPart, HostSegment
 from .disk_store import DiskStore
 from .disk_writer import DiskWriter
 from .segment_cache import SegmentCache
@@ -51,7 +52,7 @@ class Intake:
         self.prefill_rate = 0.0
         self.hits = self.restored_tokens = self.timeouts = 0
         self.reader = DiskReader(
-            *(store, identity, self.is_worth),
+            *(store, identity, self.is_worth, companions.knows),
             *(self._set_aside, self._look_at_index, max_bytes),
         )
 
@@ -101,13 +102,13 @@ class Intake:
         ids, node = load.ids, None
         mark = Mark(load.length, numbers=load.numbers)
         states: set[int] = set()
-        parts = {f.entry.parent: f for f in load.entries if f.entry.kind == COMPANION}
-        first = next((f for f in load.entries if f.segment.states is not None), None)
+        parts = _parts(load.entries)
+        resumed = self._resumed(load.entries, parts)
         for found in load.entries:
             if found.entry.kind == COMPANION:
                 continue
             stop = min(found.stop, load.length)
-            keep = stop == load.length or found is first
+            keep = stop == load.length or found.entry.number in resumed
             segment = _shaped(found, parts.get(found.entry.number), keep)
             taken = self.cache.adopt(
                 ids[:stop],
@@ -138,6 +139,18 @@ class Intake:
         self.restored_tokens += max(0, load.length - load.restorable)
         self.writer.do(lambda store: store.touch(load.numbers))
         return load.length
+
+    def _resumed(
+        self, entries: Sequence[Found], parts: dict[int, HostPart]
+    ) -> list[int]:
+        """Numbers of those whose states are of use beside the end's: the first one, and
+        the last one that another model has read, too."""
+        drafted = itertools.takewhile(
+            lambda found: found.entry.number in parts
+            and self.companions.knows(parts[found.entry.number].name),
+            (found for found in entries if found.entry.kind == SPAN),
+        )
+        return _with_states(entries)[:1] + _with_states(drafted)[-1:]
 
     def is_worth(self, nbytes: int, tokens: int) -> bool:
         """Whether reading so many bytes is faster than reading so many tokens anew.
@@ -179,11 +192,26 @@ class _Maker:
         return to_segment(self.segment.cut(start, self.stop), self.unpack, at_end)
 
 
-def _shaped(found: Found, part: Found | None, with_states: bool) -> HostSegment:
-    """What is taken of a file, with another model's part that was kept later."""
+def _with_states(entries: Iterable[Found]) -> list[int]:
+    """Numbers of those that hold end states."""
+    return [f.entry.number for f in entries if f.segment.states is not None]
+
+
+def _parts(entries: Sequence[Found]) -> dict[int, HostPart]:
+    """Another model's part of each span, by number; one that was kept later goes first."""
+    parts: dict[int, HostPart] = {}
+    for found in entries:
+        entry, part = found.entry, found.segment.part
+        if part is not None:
+            parts[entry.parent if entry.kind == COMPANION else entry.number] = part
+    return parts
+
+
+def _shaped(found: Found, part: HostPart | None, with_states: bool) -> HostSegment:
+    """What is taken of a file, with another model's part of it."""
     segment = found.segment
     return HostSegment(
         *(segment.start, segment.stop, segment.spans),
         segment.states if with_states else None,
-        segment.part if part is None else part.segment.part,
+        part,
     )

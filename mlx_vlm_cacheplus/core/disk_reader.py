@@ -85,6 +85,7 @@ class DiskReader:
     Args:
         identity: of the roots that are read.
         worth: whether it is worth it to read so many bytes for so many tokens.
+        knows: whether another model of that name is here, so that its parts are read.
         spoiled: told of entries that are not what was written.
         broken: told that the index is not.
         max_bytes: what may be held for requests that wait.
@@ -95,6 +96,7 @@ class DiskReader:
         store: DiskStore,
         identity: str,
         worth: Callable[[int, int], bool],
+        knows: Callable[[str], bool],
         spoiled: Callable[[Entry], None],
         broken: Callable[[], None],
         max_bytes: int,
@@ -102,8 +104,8 @@ class DiskReader:
         self.store, self.identity = store, identity
         self.rate = 0.0
         self.declined = self.failures = 0
-        self._worth, self._spoiled, self._max_bytes = worth, spoiled, max_bytes
-        self._broken = broken
+        self._worth, self._knows, self._max_bytes = worth, knows, max_bytes
+        self._spoiled, self._broken = spoiled, broken
         self._loads: deque[Load] = deque()
         self._current: Load | None = None
         # Whoever gives a load up need not say so.
@@ -218,7 +220,11 @@ class DiskReader:
             except ValueError:
                 continue  # a damaged row
             spans = self.store.walk(number, load.ids[:-1])
-            extra = self.store.supplements([span for span, _ in spans])
+            extra = [
+                entry
+                for entry in self.store.supplements([span for span, _ in spans])
+                if entry.kind != COMPANION or self._knows(entry.companion)
+            ]
             length = spans[-1][1] if spans else 0
             if STATE_LAYER in layout:
                 length = max(_state_ends(spans, extra), default=0)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.behaviour.sessions import new_tokens
 from tests.fakes.models import model_dir, record_prompt
+from tests.fakes.proposals import Proposals
 from tests.fakes.server import user, wait_for
 
 pytestmark = pytest.mark.change("durable-disk")
@@ -84,14 +85,68 @@ def test_c18_a_restart_between_all_turns(make_server, folder, model, drafter):
     assert sum(reply.prefilled for reply in replies) <= 1.03 * new
 
 
-def test_drafts_are_accepted_as_without_a_restart(make_server, folder):
-    server = make_server("hybrid", disk=folder, draft_model="hybrid-mtp")
-    warm = talk(server, 3)
+def said(server, turns, between=lambda: None):
+    """Tokens of each reply of a talk, and what a drafter proposed for it, in rounds.
+
+    The same tokens and proposals are as many accepted ones.
+    """
+    replies, drafts = talk_and_drafts(server, turns, between)
+    return [(r.ids, d) for r, d in zip(replies, drafts, strict=True)]
+
+
+def talk_and_drafts(server, turns, between=lambda: None):
+    """A talk's replies, and what a drafter proposed for each, in rounds."""
+    drafts = []
+
+    def note():
+        model = server.generator.draft_model
+        return None if model is None else Proposals(model)
+
+    proposals = note()
+
+    def after():
+        nonlocal proposals
+        drafts.append(proposals and proposals.take())
+        between()
+        proposals = note()
+
+    replies = talk(server, turns, between=after)
+    assert all(drafts) or server.generator.draft_model is None
+    return replies, drafts
+
+
+@pytest.mark.parametrize(("model", "drafter"), PAIRS[2:])
+def test_drafts_are_accepted_as_without_a_restart(make_server, folder, model, drafter):
+    server = make_server(model, disk=folder, draft_model=drafter)
+    warm = said(server, 3)
     written(server)
     server.post(SESSIONS + "/reset", {"scope": "all"})
-    again = talk(server, 3, between=lambda: restart(server))
-    assert [r.ids for r in again] == [r.ids for r in warm]
-    assert [len(r.forwards) for r in again] == [len(r.forwards) for r in warm]
+    assert said(server, 3, between=lambda: restart(server)) == warm
+
+
+def test_drafters_that_take_turns_restore_their_own_part(make_server, folder):
+    """A prompt is read once by each of them, in whatever order they come."""
+    prompt = record_prompt(seed=3, n_records=12).messages
+    read = []
+    for drafter in ("dense-eagle3", "dense-dflash") * 2:
+        server = make_server("dense", disk=folder, draft_model=drafter)
+        reply = server.chat(prompt, max_tokens=8)
+        read.append(reply.prefilled)
+        written(server)
+    whole = len(reply.prompt_ids)
+    assert read[:2] == [whole, whole] and max(read[2:]) <= 2
+
+
+def test_a_drafter_goes_on_from_where_it_was(make_server, folder):
+    """What was added without it is read again, and not what it had read before."""
+    want = said(make_server("hybrid", draft_model="hybrid-mtp"), 3)
+    talk(make_server("hybrid", disk=folder, draft_model="hybrid-mtp"), 2)
+    talk(make_server("hybrid", disk=folder), 3)
+    server = make_server("hybrid", disk=folder, draft_model="hybrid-mtp")
+    replies, drafts = talk_and_drafts(server, 3, lambda: restart(server))
+    assert [r.ids for r in replies] == [ids for ids, _ in want]
+    assert drafts == [proposed for _, proposed in want]
+    assert replies[2].prefilled <= new_tokens(replies[2], replies[:2]) + 2
 
 
 def test_c77_nobody_else_can_read_it(make_server, folder):

@@ -51,7 +51,7 @@ def put(store, root, ids, parent=0, start=0, kind=SPAN, **more):
         parent,
         kind,
         start,
-        start + len(ids),
+        more.pop("stop", start + len(ids)),
         ids,
         [body],
         len(body),
@@ -92,9 +92,16 @@ def test_supplements_belong_to_their_span(store):
     root = store.root("weights", 0, "layout")
     span = put(store, root, [1, 2, 3])
     state = put(store, root, [], span.number, 2, STATE, has_state=True)
-    part = put(store, root, [], span.number, 0, COMPANION, companion="drafter")
-    assert {e.number for e in store.supplements([span])} == {state.number, part.number}
+    of_all = {"companion": "drafter", "stop": 3}
+    part = put(store, root, [], span.number, 0, COMPANION, **of_all)
+    assert store.supplements([span]) == [state, part]
     assert store.supplements([]) == []
+    # An index that was damaged may give a span what is another one's.
+    put(store, root, [], span.number, 4, STATE, has_state=True)
+    for start, stop in ((0, 2), (0, 4), (1, 3)):
+        of_some = {"companion": "drafter", "stop": stop}
+        put(store, root, [], span.number, start, COMPANION, **of_some)
+    assert store.supplements([span]) == [state, part]
 
 
 def test_all_is_there_after_a_restart(folder):

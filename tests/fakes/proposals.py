@@ -16,7 +16,7 @@ class Proposals:
         self.name = name
         self.rounds: list[list[list[int]]] = []
         base = type(draft_model)
-        while base.__name__ == "Proposing":
+        while "records_proposals" in vars(base):
             base = base.__mro__[1]
         draft_model.__class__ = _proposing(base, self.rounds)
 
@@ -47,4 +47,6 @@ def _proposing(base: type, rounds: list[list[list[int]]]) -> type:
         return propose
 
     names = [n for n in ("draft_block", "draft_block_greedy") if hasattr(base, n)]
-    return type("Proposing", (base,), {name: recorded(name) for name in names})
+    recording = {name: recorded(name) for name in names}
+    # A drafter is called by its class' name, among others where its part is stored.
+    return type(base.__name__, (base,), {**recording, "records_proposals": True})
