@@ -212,6 +212,11 @@ def check_prefix_cache(environ: Mapping[str, str], source: str) -> None:
     disk = environ.get("APC_DISK_ENABLED")
     if disk is not None and disk.lower() not in STOCK_TRUE | STOCK_FALSE:
         raise UsageError(f"APC_DISK_ENABLED={disk!r} is neither on nor off: use 1 or 0")
+    sync = environ.get("APC_DISK_SYNC", "")
+    if sync not in ("", "never", "reply"):
+        raise UsageError(
+            f"APC_DISK_SYNC={sync!r} says not when the end of a reply leaves: use never or reply"
+        )
     for name, minimum in APC_INTEGERS.items():
         _check_number(environ, name, minimum, whole=True)
     for name in APC_NUMBERS_OR_EMPTY:

@@ -15,6 +15,7 @@ APP = "mlx_vlm.server.app"
 SERVER = "mlx_vlm.server.generation"
 FOLDER = "MLX_VLM_CACHEPLUS_DISK"
 LIMIT = "MLX_VLM_CACHEPLUS_DISK_GB"
+SYNC = "MLX_VLM_CACHEPLUS_DISK_SYNC"
 
 
 def check_folder(text: str) -> None:
@@ -33,22 +34,33 @@ def check_gb(text: str) -> None:
         raise ValueError("a number of GB of at least 0; 0 is no limit")
 
 
+def check_sync(text: str) -> None:
+    """Raise ValueError for what is neither never nor reply."""
+    from ..core.disk_settings import is_sync
+
+    is_sync(text)
+
+
 def settings(overrides: Any) -> Any:
     """What options, variables and the stock's settings say together; None for no disk tier."""
     from ..core.disk_settings import settings_of
 
     return settings_of(
-        overrides, folder=os.environ.get(FOLDER), max_gb=os.environ.get(LIMIT)
+        overrides,
+        folder=os.environ.get(FOLDER),
+        max_gb=os.environ.get(LIMIT),
+        sync=os.environ.get(SYNC),
     )
 
 
 def describe_disk(overrides: Any) -> str:
-    """Folder and limit for the start-up line, or off."""
+    """Folder, limit and what waits for it, for the start-up line, or off."""
     found = settings(overrides)
     if found is None:
         return "off"
     limit = found.max_bytes
-    return f"{found.folder}, {f'{limit / (1 << 30):g} GB' if limit else 'no limit'}"
+    size = f"{limit / (1 << 30):g} GB" if limit else "no limit"
+    return f"{found.folder}, {size}{', ends of replies wait' if found.sync else ''}"
 
 
 class DurableDisk(Change):
@@ -67,6 +79,8 @@ class DurableDisk(Change):
         Target(AR, "PromptProcessingBatch.generate"),
         Target(SERVER, "ResponseGenerator._initialize_model"),
         Target(SERVER, "ResponseGenerator._collect_pending_requests"),
+        Target(SERVER, "ResponseGenerator._step"),
+        Target(SERVER, "_TokenIterator.__next__"),
         Target(APP, "app"),
     )
     why = (
@@ -94,6 +108,14 @@ class DurableDisk(Change):
             "GB",
             check_gb,
         ),
+        Option(
+            "--cacheplus-disk-sync",
+            SYNC,
+            "Whether the end of a reply waits, for 1 s at most, until the reply is written there: never or reply. Default: "
+            "APC_DISK_SYNC, or never.",
+            "WHEN",
+            check_sync,
+        ),
     )
     # Another change turns stock's own disk tier off, which stays so: it is not made here.
     env_defaults = {"APC_DISK_ENABLED": "1"}
@@ -104,6 +126,7 @@ class DurableDisk(Change):
         _apply_to_manager(patcher, core)
         _apply_to_generator(patcher, core)
         _apply_to_server(patcher, core)
+        _apply_to_ends(patcher, core)
 
 
 def _apply_to_manager(patcher: Any, core: Any) -> None:
@@ -180,6 +203,41 @@ def _apply_to_server(patcher: Any, core: Any) -> None:
                 await core.flush_at_end(server.runtime)
 
     patcher.set_within(APP, "app", "router.lifespan_context", lifespan)
+
+
+def _apply_to_ends(patcher: Any, core: Any) -> None:
+    """Between a row's end in the generator's step and the word of it, in the server's."""
+
+    def step(original: Any) -> Any:
+        def wrapper(self: Any, batch_gen: Any, active: Any, *args: Any) -> None:
+            batch_gen.replies_in_flight = active
+            original(self, batch_gen, active, *args)
+
+        return wrapper
+
+    def advance(original: Any) -> Any:
+        def wrapper(self: Any, **kwargs: Any) -> Any:
+            prompts, tokens = original(self, **kwargs)
+            for token in tokens if core.ends_wait(self.apc_manager) else ():
+                reply = self.__dict__.get("replies_in_flight", {}).get(token.uid)
+                if reply is not None and token.finish_reason is not None:
+                    core.promise_end(self.apc_manager, reply["rqueue"])
+            return prompts, tokens
+
+        return wrapper
+
+    def read(original: Any) -> Any:
+        def wrapper(self: Any) -> Any:
+            token = original(self)
+            if getattr(token, "finish_reason", None):
+                core.hold_end(self._rqueue)
+            return token
+
+        return wrapper
+
+    patcher.replace_method(SERVER, "ResponseGenerator._step", step)
+    patcher.replace_method(AR, "BatchGenerator.next", advance)
+    patcher.replace_method(SERVER, "_TokenIterator.__next__", read)
 
 
 CHANGE = DurableDisk()

@@ -10,6 +10,11 @@ from ..core.merge_pace import MODE, check_mode
 
 AR = "mlx_vlm.generate.ar"
 MTP = "mlx_vlm.speculative.mtp"
+EAGLE3 = "mlx_vlm.speculative.eagle3"
+DFLASH = "mlx_vlm.speculative.dflash"
+ROUNDS = (MTP, EAGLE3, DFLASH)
+CLAMPS = "_requires_uniform_batch_acceptance"
+COMMIT = "commit_speculative_round"
 
 
 class SpeculativeMerge(Change):
@@ -22,6 +27,8 @@ class SpeculativeMerge(Change):
         Target(AR, "SpeculativeGenerationBatch.next"),
         Target(AR, "run_speculative_server_rounds"),
         Target(MTP, "_mtp_verify_target"),
+        *(Target(module, CLAMPS) for module in ROUNDS),
+        *(Target(module, COMMIT) for module in ROUNDS),
     )
     why = (
         "Batches that take turns verify apart: four rows that came one after the other cost four verify steps a token, "
@@ -43,7 +50,7 @@ class SpeculativeMerge(Change):
     marks = ("mlx_vlm.generate.speculative_merge:join_batches",)
 
     def apply(self, patcher: Any) -> None:
-        from ..core import drafted_replies
+        from ..core import drafted_replies, row_acceptance
         from ..core import speculative_merge as core
         from ..core.round_features import note_features
 
@@ -56,6 +63,7 @@ class SpeculativeMerge(Change):
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 batch = drafted_replies.current_batch()
                 if batch is not None:
+                    core.keep_rows_apart(batch)
                     kwargs["max_tokens"] = core.tokens_left(batch)
                     kwargs["sampler"] = core.sampler_of(batch)
                     kwargs["row_ids"] = core.row_numbers(batch)
@@ -71,6 +79,9 @@ class SpeculativeMerge(Change):
 
             return wrapper
 
+        for module in ROUNDS:
+            patcher.set(module, CLAMPS, row_acceptance.rows_accept_alike)
+            patcher.set(module, COMMIT, row_acceptance.commit_round)
         patcher.precede(
             AR, "BatchGenerator.next", lambda self, **_: core.join_batches(self)
         )

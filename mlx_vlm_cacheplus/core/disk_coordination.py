@@ -88,9 +88,8 @@ def _open_tier(server: Any, store: DiskStore, settings: DiskSettings) -> None:
         companions[draft_state.identity_of(drafter, kind)] = name
     identity = name_of([found.name, _policy(server), _types(server.model)])
     manager = server.apc_manager
-    tier = DiskTier(
-        manager.segments, store, identity, note, companions, settings.queue_bytes
-    )
+    limits = settings.queue_bytes, settings.sync
+    tier = DiskTier(manager.segments, store, identity, note, companions, *limits)
     manager.disk_tier = tier
     _remember_replies(server, tier)
     _say_found(tier)
@@ -221,6 +220,32 @@ def tick(server: Any) -> None:
     tier = tier_of(server.apc_manager)
     if tier is not None:
         tier.tick()
+
+
+# -- the end of a reply ------------------------------------------------------------------
+def ends_wait(manager: Any) -> bool:
+    """Whether ends of replies wait until these are written."""
+    tier = tier_of(manager)
+    return tier is not None and tier.sync is not None
+
+
+def promise_end(manager: Any, queue: Any) -> None:
+    """Have the end of a reply wait; call when its row has ended, before it is told so.
+
+    Args:
+        queue: the reply's, which carries what is waited for to who reads it.
+    """
+    tier = tier_of(manager)
+    receipt = None if tier is None else tier.promise()
+    if receipt is not None:
+        queue.receipt = receipt
+
+
+def hold_end(queue: Any) -> None:
+    """Wait until a reply is written; call where its end is read for a client."""
+    receipt = vars(queue).pop("receipt", None)
+    if receipt is not None:
+        receipt.hold()
 
 
 def statistics(manager: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from .disk_format import path_name, to_file
 from .disk_index import COMPANION, SPAN, STATE, Entry, New, split
 from .disk_segment import HostSegment
+from .disk_sync import Receipt
 
 # Before what stands for the name of a session that has none.
 UNNAMED = "~"
@@ -54,6 +55,7 @@ class Parcel:
         mark: set to what became of it.
         nbytes: about how much of it goes to disk.
         replies: what ended meanwhile; see ``DiskStore.keep_reply``.
+        receipts: told once it is written, or given up.
     """
 
     root: tuple[str, int, str]
@@ -64,6 +66,7 @@ class Parcel:
     turns: tuple[int, ...] = ()
     session: str = ""
     replies: tuple[Reply, ...] = ()
+    receipts: list[Receipt] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ DEFAULT_GB = 20.0
 OWN_FOLDER = "segments"
 TRUE = ("1", "true", "yes")
 QUEUE_BYTES = 1 << 30
+# When something waits until it is written.
+SYNC = ("never", "reply")
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class DiskSettings:
         folder: its own; nothing else is in it.
         max_bytes: what its files may take; None for no limit.
         queue_bytes: what may wait to be written.
+        sync: whether the end of a reply waits until the reply is written.
     """
 
     folder: Path
     max_bytes: int | None
     queue_bytes: int
+    sync: bool = False
 
 
 def settings_of(
@@ -34,6 +38,7 @@ def settings_of(
     environ: Mapping[str, str] = os.environ,
     folder: str | None = None,
     max_gb: str | None = None,
+    sync: str | None = None,
 ) -> DiskSettings | None:
     """What the server's settings say; None for no disk tier.
 
@@ -41,6 +46,7 @@ def settings_of(
         overrides: live settings by their names; None stands for the default.
         folder: names the tier's own folder, or "off"; it wins over the settings.
         max_gb: the same for the limit.
+        sync: the same for what waits until it is written, one of ``SYNC``.
     """
 
     def value(key: str, variable: str) -> Any:
@@ -62,7 +68,20 @@ def settings_of(
     cap = DEFAULT_GB if given in (None, "") else float(given)
     waiting = value("disk_queue_max_gb", "APC_DISK_QUEUE_MAX_GB")
     queue = QUEUE_BYTES if waiting in (None, "") else int(float(waiting) * (1 << 30))
-    return DiskSettings(own, int(cap * (1 << 30)) if cap > 0 else None, queue)
+    limit = int(cap * (1 << 30)) if cap > 0 else None
+    chosen = value("disk_sync", "APC_DISK_SYNC") if sync is None else sync
+    return DiskSettings(own, limit, queue, is_sync(chosen or SYNC[0]))
+
+
+def is_sync(text: str) -> bool:
+    """Whether the end of a reply waits until the reply is written.
+
+    Raises:
+        ValueError: it says neither.
+    """
+    if text not in SYNC:
+        raise ValueError(f"never or reply, not {text!r}")
+    return text == "reply"
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -7,8 +7,8 @@ once, and a :class:`~disk_parcel.Mark` on the nodes in RAM says how far.
 
 What is promised:
 
-1. A request never waits for a write, and for a read no longer than ``READ_SECONDS``, or
-   than reading its prompt anew would take.
+1. A request never waits for a write, but its end where that was asked for (``promise``),
+   and for a read no longer than ``READ_SECONDS``, or than reading its prompt anew takes.
 2. A token's keys and values are written once.  Of the end states those are written that
    are not superseded when a row ends, and the first one of a path.
 3. No fault of the disk reaches a request.
@@ -33,6 +33,7 @@ from .disk_reader import Load
 from .disk_settings import QUEUE_BYTES
 from .disk_spill import Spill
 from .disk_store import DiskStore
+from .disk_sync import Receipt, ReplySync
 from .disk_writer import FAULTS, DiskWriter
 from .segment_cache import SegmentCache
 
@@ -53,6 +54,7 @@ class DiskTier:
         note: what lists call it.
         companions: names of the other models whose parts are kept, by identity.
         queue_bytes: what may wait to be written.
+        sync: whether ends of replies wait until they are written; see ``disk_sync``.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class DiskTier:
         note: str = "",
         companions: dict[Any, str] | None = None,
         queue_bytes: int = QUEUE_BYTES,
+        sync: bool = False,
     ):
         self.cache, self.store, self.identity = cache, store, identity
         self.reading = False
+        self.sync = ReplySync() if sync else None
         self._closed = False
         self._distrusted = False
         self.found: list[dict[str, Any]] = []
@@ -105,6 +109,26 @@ class DiskTier:
             self.spill.clear()
             self.cache.clear()
         self.spill.hand_over(again)
+        if self.sync is not None:
+            refused = bool(self.spill.notes)
+            self.sync.handed_over(_refuse if refused else self.writer.tell)
+
+    def promise(self) -> Receipt | None:
+        """What a reply's end is to wait for: all that was noted up to now.
+
+        Call when the row has ended.
+
+        Returns:
+            None where it waits for nothing.
+        """
+        if self.sync is None or self._closed:
+            return None
+        receipt = self.sync.receipt()
+        if self.spill.notes or self.spill.replies:
+            self.sync.after_hand_over(receipt)
+        else:
+            self.writer.tell(receipt)
+        return receipt
 
     def distrust(self, facts: dict[str, str]) -> None:
         """What was stored for these weights is of others; from any thread.
@@ -118,7 +142,7 @@ class DiskTier:
             store.note(facts)
 
         self._closed = self._distrusted = True
-        self.writer.forget_all()
+        self._give_up_all()
         self.writer.do(job)
 
     @property
@@ -199,13 +223,18 @@ class DiskTier:
             done.set()
 
         self.spill.clear()
-        self.writer.forget_all()
+        self._give_up_all()
         self.writer.do(job)
         if not done.wait(seconds):
             raise OSError(
                 "the disk was not cleared: another server writes, or it fails"
             )
         return len(gone)
+
+    def _give_up_all(self) -> None:
+        self.writer.forget_all()
+        if self.sync is not None:
+            self.sync.handed_over(_refuse)
 
     def forget(
         self, session: str, paths: Sequence[tuple[int, tuple[int, ...], int]]
@@ -255,6 +284,7 @@ class DiskTier:
             "disk_read_faults": self.reader.failures,
             "disk_timeouts": self.intake.timeouts,
             "disk_found": self.found,
+            **({} if self.sync is None else self.sync.statistics()),
         }
 
     def close(self, seconds: float = FLUSH_SECONDS) -> None:
@@ -282,6 +312,10 @@ class DiskTier:
             self.store.close()
         except FAULTS as fault:
             logger.warning("The disk cache was not closed: %s", fault)
+
+
+def _refuse(receipt: Receipt) -> None:
+    receipt.tell(False)
 
 
 def say_left(paths: int, nbytes: int, seconds: float) -> None:

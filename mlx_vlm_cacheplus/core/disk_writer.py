@@ -23,6 +23,7 @@ from .disk_index import Entry, New, is_broken
 from .disk_parcel import Mark, Parcel, Stored, entries_of
 from .disk_policy import Asking
 from .disk_store import DiskStore
+from .disk_sync import Receipt
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +76,11 @@ class DiskWriter:
         self._parcels: deque[Parcel] = deque()
         self._first: deque[Job] = deque()
         self._jobs: deque[Job] = deque()
+        self._receipts: list[Receipt] = []
         self._changed = threading.Condition()
         self._closing = False
         self._busy = False
+        self.is_failing = False
         self._swept = False
         self._said_refused = False
         self.reads_only = False
@@ -114,6 +117,21 @@ class DiskWriter:
                 jobs.append(job)
             self._changed.notify_all()
 
+    def tell(self, receipt: Receipt) -> None:
+        """Let it know when all that waits now is written, or given up.
+
+        The content of the files has its name then, and their rows are in the index.
+        """
+        with self._changed:
+            if self._closing or self.reads_only or self.is_failing:
+                receipt.tell(False)
+            elif self._parcels:
+                self._parcels[-1].receipts.append(receipt)
+            elif self._busy or self._first or self._jobs:
+                self._receipts.append(receipt)
+            else:
+                receipt.tell(True)
+
     def know(self, mark: Mark) -> None:
         """Keep a mark true that was made from what was read."""
         with self._changed:
@@ -142,7 +160,8 @@ class DiskWriter:
         with self._changed:
             self._closing = True
             left = self.pending_bytes
-            self._parcels.clear()
+            self._drop_parcels()
+            self._tell(self._receipts, False)
             self._first.clear()
             self._jobs.clear()
             self._changed.notify_all()
@@ -153,7 +172,7 @@ class DiskWriter:
         """No mark is true any more, and nothing that waits is written."""
         with self._changed:
             self._kill(list(self._marks))
-            self._parcels.clear()
+            self._drop_parcels()
             self.pending_bytes = 0
             self._changed.notify_all()
 
@@ -173,7 +192,10 @@ class DiskWriter:
             finally:
                 with self._changed:
                     self._busy = False
+                    if not (self._first or self._jobs):
+                        self._tell(self._receipts, self.trouble is None)
                     self._changed.notify_all()
+            self.is_failing = not fine
             if fine:
                 pause = FIRST_PAUSE
                 continue
@@ -262,10 +284,22 @@ class DiskWriter:
     def _done(self, parcel: Parcel) -> None:
         with self._changed:
             self.counts.parcels += 1
+            self._tell(parcel.receipts, parcel.mark.alive)
             if self._parcels and self._parcels[0] is parcel:
                 self._parcels.popleft()
                 self.pending_bytes -= parcel.nbytes
             self._changed.notify_all()
+
+    def _drop_parcels(self) -> None:
+        for parcel in self._parcels:
+            self._tell(parcel.receipts, False)
+        self._parcels.clear()
+
+    @staticmethod
+    def _tell(receipts: list[Receipt], written: bool) -> None:
+        for receipt in receipts:
+            receipt.tell(written)
+        receipts.clear()
 
     def _give_up(self, mark: Mark) -> None:
         with self._changed:

@@ -49,6 +49,8 @@ class DraftedRows:
         accepted: the newest round's accepted draft tokens of each row.
         beside: entered while a row is committed, with (batch, row, place in the
             caches, tokens that were processed); for whoever keeps more of a row.
+        apart: whether the running round of the batch that it is given may leave rows at
+            unequal lengths though the target asks for equal ones.
     """
 
     def __init__(self, uids: Sequence[int], rows: dict[int, OutputRow]):
@@ -60,6 +62,7 @@ class DraftedRows:
         self.newest: list[tuple[int, int, list[int]]] = []
         self.accepted: dict[int, int] = {}
         self.beside: Callable[[Any, int, int, int], Any] = _alone
+        self.apart: Callable[[Any], bool] = _never
 
     def forget(self, reason: str) -> None:
         """Keep nothing of this batch."""
@@ -76,6 +79,10 @@ def current_batch() -> Any:
 
 def _alone(batch: Any, row: int, place: int, tokens: int) -> Any:
     return contextlib.nullcontext()
+
+
+def _never(batch: Any) -> bool:
+    return False
 
 
 def attach_drafted_rows(batch: Any, rows: dict[int, OutputRow]) -> None:
@@ -142,7 +149,8 @@ def cut_at_row_ends(
 def _rows_accept_alike(batch: Any) -> bool:
     """Whether target or drafter keep caches that cannot hold rows of unequal age."""
     target = getattr(batch.model, "language_model", batch.model)
-    return _requires_uniform_batch_acceptance(batch.draft_model, target)
+    asked = _requires_uniform_batch_acceptance(batch.draft_model, target)
+    return asked and not batch.drafted.apart(batch)
 
 
 def _end_of_row(batch: Any, row: int, tokens: Sequence[int]) -> int | None:

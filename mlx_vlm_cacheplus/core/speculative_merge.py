@@ -11,9 +11,9 @@ Invariants:
 1. Batches join at round boundaries alone, after each had a round of its own.  So no
    token is computed twice, and none is lost.
 2. What a row emits is what it emits alone: it keeps its length in the caches, its
-   position deltas, and the positions of its seeded draws.  Where target or drafter keep
-   one length for a batch, a round accepts what all its rows accept; rows then need
-   other numbers of rounds, and say the same.
+   position deltas, and the positions of its seeded draws.  Where drafter or caches keep
+   one length for a batch, a round accepts what all its rows accept (see
+   ``row_acceptance``); rows then need other numbers of rounds, and say the same.
 3. What is joined is built beside what is there; a fault on the way leaves both batches
    as they were, and they take turns.
 4. Batches that were slower together, by what their rounds took, take turns.
@@ -31,6 +31,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import batch_drafter
+from .draft_priming import takes_ragged_rows
 from .draft_state import offer_rows
 from .drafted_replies import DraftedRows
 from .joined_drafters import (
@@ -42,6 +43,7 @@ from .joined_drafters import (
     shown_of_target,
 )
 from .merge_pace import MODE, Pace, mode
+from .row_acceptance import rows_keep_their_own
 from .row_samplers import sampling_of
 
 logger = logging.getLogger(__name__)
@@ -215,6 +217,12 @@ def _empty(batch: Any) -> None:
     batch.drafted, batch.primer, batch._rounds_iter = None, None, None
     batch.prompt_cache, batch.hidden, batch.draft_figures = [], None, {}
     batch_drafter.let_go(batch)
+
+
+def keep_rows_apart(batch: Any) -> None:
+    """Let the rounds of a batch leave its rows at unequal lengths, where all can hold them."""
+    if mode() != "never" and takes_ragged_rows(batch.draft_model, batch.draft_kind):
+        batch.drafted.apart = rows_keep_their_own
 
 
 def tokens_left(batch: Any) -> int:

@@ -154,6 +154,26 @@ def test_nobody_waits_for_a_slow_disk(start, monkeypatch):
     assert start().ask(list(range(40)))[0] == 36
 
 
+def test_the_end_of_a_reply_waits_where_it_is_asked_to(start, monkeypatch):
+    server = start()
+    assert server.tier.promise() is None
+    server.stop()
+    server = start(sync=True)
+    server.flush()
+    gate, real = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: gate.wait(SECONDS) and real(handle))
+    server.turn([1, 2, 3])
+    receipt = server.tier.promise()
+    assert not receipt.is_told
+    server.tier.sync.seconds = 0.01
+    receipt.hold()
+    assert server.tier.statistics()["disk_unsynced_replies"] == 1
+    gate.set()
+    server.tier.sync.seconds = SECONDS
+    receipt.hold()
+    assert receipt.written
+
+
 def test_a_full_disk_ends_with_its_cause(start, monkeypatch, caplog):
     monkeypatch.setattr(disk_writer, "FIRST_PAUSE", 0.01)
     server = start()
@@ -194,5 +214,6 @@ def test_settings(tmp_path):
     assert settings_of({"disk_enabled": False}, environ) is None
     assert settings_of(None, {**environ, "APC_DISK_ENABLED": "0"}) is None
     assert settings_of({"disk_path": ""}, environ) is None
+    assert not found.sync and settings_of({"disk_sync": "reply"}, environ).sync
     own = settings_of({"disk_path": str(tmp_path / "x"), "disk_max_gb": 0}, environ)
     assert own.folder == tmp_path / "x" / "segments" and own.max_bytes is None

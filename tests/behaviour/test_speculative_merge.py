@@ -88,6 +88,19 @@ def test_one_verify_step_serves_both(server):
     assert len(steps) < sum(figures(want)[0] for want in wants)
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rows_keep_each_what_they_accept(make_server, name):
+    """A row needs as many rounds as alone: none waits for the row that accepts least."""
+    server = make_server(DRAFTERS[name], draft_model=name, **SETTINGS)
+    asks = [asked(LONG, 96), asked(MIDDLE, 64), asked(OTHER, 64)]
+    wants = alone(server, *asks)
+    replies, steps = run(server, *asks)
+    assert [reply.ids for reply in replies] == [want.ids for want in wants]
+    assert max(map(len, steps)) == 3
+    for reply, want in zip(replies, wants, strict=True):
+        assert figures(reply)[0] <= figures(want)[0] + 1
+
+
 def test_rows_that_accept_all_cost_what_the_longest_costs(make_server):
     """Then the rows of a batch do not hold each other up."""
     server = make_server("dense", draft_model="dense-dflash", **SETTINGS)

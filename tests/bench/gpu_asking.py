@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +76,13 @@ class Session:
         messages: list[dict[str, str]],
         max_tokens: int,
         temperature: float = 0.0,
+        heard: Callable[[float], None] | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """One streamed request; its counts and times (seconds)."""
+        """One streamed request; its counts and times (seconds).
+
+        ``heard`` gets the time of each text as it comes.
+        """
         ask = Ask(self.options.folder, [], max_tokens, temperature, True)
         body = {**CHAT.body(messages, ask), **more}
         out, first = Received(), None
@@ -90,10 +94,13 @@ class Session:
             for line in answer.iter_lines():
                 if not line.startswith("data:") or line.endswith("[DONE]"):
                     continue
-                if CHAT.event(json.loads(line[5:]), out) and first is None:
-                    first = time.perf_counter()
+                if CHAT.event(json.loads(line[5:]), out):
+                    now = time.perf_counter()
+                    first = now if first is None else first
+                    if heard is not None:
+                        heard(now)
         ended = time.perf_counter()
-        assert out.prompt is not None, "a reply without usage"
+        assert out.prompt is not None, f"a reply without usage, of {out}"
         return {
             "prompt": out.prompt,
             "restored": out.restored or 0,

@@ -57,7 +57,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-GEMMA = {
+GEMMA: dict[str, Any] = {
     "hidden_size": 4096,
     "vocab_size": 32768,
     "text_config": {
@@ -73,17 +73,19 @@ GEMMA = {
         "layer_types": ["full_attention"] * 32,
     },
 }
+# The same with heads of 256, for which MLX's CUDA back-end makes no plan of each length.
+WIDE = {"num_attention_heads": 16, "num_key_value_heads": 4}
+WIDE |= {"head_dim": 256, "global_head_dim": 256}
+GEMMA_WIDE = {**GEMMA, "text_config": {**GEMMA["text_config"], **WIDE}}
+EAGLE3 = {
+    "model_type": "eagle3",
+    "norm_before_residual": True,
+    "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
+}
 # Target, its bundled model, what differs from that; then the drafter's own settings.
 DRAFTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gemma7b": (
-        "dense",
-        GEMMA,
-        {
-            "model_type": "eagle3",
-            "norm_before_residual": True,
-            "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
-        },
-    ),
+    "gemma7b": ("dense", GEMMA, EAGLE3),
+    "gemma7w": ("dense", GEMMA_WIDE, EAGLE3),
     HYBRID: ("hybrid", SHAPES[HYBRID][1], {"model_type": "qwen3_5_mtp"}),
 }
 # Settings that an EAGLE3 drafter's layer has from its target.

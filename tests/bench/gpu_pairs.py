@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.bench import gpu_run
 from tests.bench.gpu_asking import SMALL, note
-from tests.bench.gpu_inputs import DENSE, HYBRID, make_model, make_plan
+from tests.bench.gpu_inputs import DENSE, HYBRID, Plan, make_model, make_plan
 from tests.bench.gpu_run import Sides
 from tests.bench.gpu_switch import SHAM
 from tests.bench.gpu_tables import NO_CACHE, PLUS
@@ -57,24 +57,34 @@ class Seat(Sides):
 class Pair:
     """The two servers of a shape; owns their rows file."""
 
+    seat: type[Seat] = Seat
+    overtime = OVERTIME
+    kind = "turns"
+    count = 2
+
     def __init__(self, options: argparse.Namespace, shape: str, work: Path):
         self.shape, self.work, self.options = shape, work, options
         self.folder = make_model(shape, work / shape, options.small)
-        self.seats: list[Seat] = []
+        self.seats: list[Any] = []
+        self.sides = (NO_CACHE, options.other)
         self.rows: dict[str, list[Any]] = {"starts": [], "rounds": []}
 
     def save(self) -> None:
         """Write all rows."""
-        gpu_run.save(self.options, self.shape, "turns", self.rows)
+        gpu_run.save(self.options, self.shape, self.kind, self.rows)
+
+    def plan(self) -> Plan:
+        """What is asked."""
+        o = self.options
+        return make_plan(PAIR_TURN[self.shape], o.system, o.user, 60)
 
     def start(self, stack: ExitStack) -> None:
-        """Load both servers and warm them up, both at the same time."""
-        o = self.options
-        plan = make_plan(PAIR_TURN[self.shape], o.system, o.user, 60)
-        for number in range(2):
+        """Load the servers and warm them up, all at the same time."""
+        plan = self.plan()
+        for number in range(self.count):
             home = self.work / f"{self.shape}-home{number}"
             home.mkdir(parents=True)
-            seat = Seat(plan, o, self.folder, home)
+            seat = self.seat(plan, self.options, self.folder, home)
             seat.pipe = home / "turn"
             os.mkfifo(seat.pipe)
             stack.callback(seat.server.stop)
@@ -100,7 +110,7 @@ class Pair:
         """So many rounds, or as many as fit; what the target wants may take longer."""
         longest = 0.0
         for number in range(rounds):
-            last = end if number >= WANTED else end + OVERTIME
+            last = end if number >= WANTED else end + self.overtime
             if time.monotonic() + longest > last:
                 note(f"  {self.shape}: no time after {number} rounds")
                 break
@@ -114,7 +124,8 @@ class Pair:
     def round(self, number: int) -> dict[str, Any]:
         """Both replies in turn; one that lost the turn is marked."""
         seat = number // EACH % 2
-        seats = {NO_CACHE: self.seats[seat], self.options.other: self.seats[1 - seat]}
+        places = (self.seats[seat], self.seats[1 - seat])
+        seats = dict(zip(self.sides, places, strict=True))
         for side, one in seats.items():
             one.become(side)
         leader = list(seats)[number % 2]

@@ -25,6 +25,12 @@ from typing import Any
 RANDOM = "random.safetensors"
 CHAIN = "chain.json"  # beside it: a target that says a known reply, see gpu_chain
 SCRIPT = "bench_reply"
+# Where the generation thread takes requests.
+COLLECT = (
+    "mlx_vlm.server.generation",
+    "ResponseGenerator",
+    "_collect_pending_requests",
+)
 # Seams of a request's way to its first token: module, owner, name.
 SEAMS = (
     ("mlx_vlm.server.generation", "ResponseGenerator", "_cpu_preprocess"),
@@ -97,23 +103,23 @@ class Watch:
         self.seams: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
-        """Hooks on symbols that no change of the plugin targets, then the seams."""
+        """Hooks on symbols that no change of the plugin targets, then the others."""
         normalization = importlib.import_module("mlx_vlm.server.request_normalization")
         generation = importlib.import_module("mlx_vlm.server.generation")
         owner = generation.ResponseGenerator
         self._wrap(normalization, "_build_gen_args", self._arguments)
         self._wrap(owner, "_make_sampler", self._sampler)
-        self._wrap(owner, "_collect_pending_requests", self._collect)
         progress = staticmethod(self._progress(owner._log_decode_progress))
         owner._log_decode_progress = progress
         self.watch_seams()
 
     def watch_seams(self) -> None:
         """Time what a request passes; after the plugin, whose check wants stock's."""
-        for module, cls, name in SEAMS:
+        for module, cls, name in (COLLECT, *SEAMS):
             owner = getattr(importlib.import_module(module), cls)
             self.seams.append((owner, name, vars(owner)[name]))
-            self._wrap(owner, name, self._timed)
+            made = self._collect if name == COLLECT[2] else self._timed
+            self._wrap(owner, name, made)
 
     @staticmethod
     def _wrap(owner: Any, name: str, make: Any) -> None:
@@ -131,7 +137,10 @@ class Watch:
 
     def _collect(self, original: Any) -> Any:
         def collect_pending_requests(generator: Any, **kwargs: Any) -> Any:
-            self.between(generator, kwargs["active"])
+            if self.between(generator, kwargs["active"]):
+                # What this is now, which need not be what it was.
+                out: tuple[Any, Any] = generator._collect_pending_requests(**kwargs)
+                return out
             pending, stop = original(generator, **kwargs)
             self.requests += [self.admitted(request) for request in pending]
             return pending, stop
@@ -148,8 +157,12 @@ class Watch:
         return log_decode_progress
 
     # -- in the generation thread ------------------------------------------------
-    def between(self, generator: Any, active: bool) -> None:
-        """Before requests are taken; ``active``: some are being answered."""
+    def between(self, generator: Any, active: bool) -> bool:
+        """Before requests are taken; ``active``: some are being answered.
+
+        Returns whether the server may be another one now.
+        """
+        return False
 
     def admitted(self, request: Any) -> dict[str, Any]:
         """What is kept of a request."""

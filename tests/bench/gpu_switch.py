@@ -86,18 +86,20 @@ class Switch(Watch):
             owner, name, original = self.seams.pop()
             setattr(owner, name, original)
 
-    def between(self, generator: Any, active: bool) -> None:
-        """Do what waits for an idle generation thread."""
+    def between(self, generator: Any, active: bool) -> bool:
+        """Do what waits for an idle generation thread; whether there was something."""
         if self.generator is not generator:
             self.generator, self.thread = generator, threading.get_native_id()
             self.drafter = (generator.draft_model, generator.draft_kind)
             gpu_chain.install(generator, Path(generator.model_path))
-        if not active and self.job is not None:
-            (work, done), self.job = self.job, None
-            try:
-                done.set_result(work())
-            except Exception as error:
-                done.set_exception(error)
+        if active or self.job is None:
+            return False
+        (work, done), self.job = self.job, None
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+        return True
 
     def admitted(self, request: Any) -> dict[str, Any]:
         """Counts of the drafter and clocks of the turns too."""
@@ -190,8 +192,11 @@ class Switch(Watch):
         """Apply the plugin to a server that serves, which it refuses by itself.
 
         What the refusal protects is cared for: no request is in flight, the next one
-        gets a batch generator of its own, and the storage is made afterwards.
+        gets a batch generator of its own, and the storage is made afterwards.  The last
+        batch generator is asked once more whether it has work.
         """
+        generate = importlib.import_module("mlx_vlm.generate.ar")
+        generate.BatchGenerator.speculative_batches = ()
         reason, checks.serving_reason = checks.serving_reason, lambda: ""
         try:
             return mlx_vlm_cacheplus.activate()

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from mlx_vlm_cacheplus.replay import session as sessions
-from tests.stress.restarts import DRAFTERS, Ending, Models, Player
+from tests.stress.restarts import DRAFTERS, WAITS, Ending, Models, Player
 from tests.stress.server_kills import Canonical
 
 TERM, KILL = Ending(signal.SIGTERM), Ending(signal.SIGKILL)
@@ -38,6 +38,28 @@ def check(session, models, home, model, drafter, endings):
 def test_a_few_turns(models, tmp_path):
     session = sessions.load("short").first(2)
     assert check(session, models, tmp_path, "hybrid", False, [KILL, TERM]) <= 1.03
+
+
+@pytest.mark.timeout(600)
+def test_killed_right_behind_replies_that_wait(models, tmp_path):
+    check_killed_at_once(models, tmp_path, "hybrid", sessions.load("short").first(2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", DRAFTERS)
+def test_killed_right_behind_all_replies_that_wait(models, tmp_path, model):
+    session = sessions.load("coding-agent-18")
+    check_killed_at_once(models, tmp_path, model, session)
+
+
+def check_killed_at_once(models, home, model, session):
+    """Killed where the client has seen the end of a reply: only what is new is read."""
+    off, at_once = ("--cacheplus-disk", "off"), Ending(signal.SIGKILL, 0.0)
+    whole = Player(session, models(model), home / "whole", off).play([Ending()])
+    killed = Player(session, models(model), home / "killed", WAITS).play([at_once])
+    assert killed.texts == whole.texts
+    assert killed.read <= 1.03 * whole.new
 
 
 @pytest.mark.slow

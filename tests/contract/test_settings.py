@@ -93,9 +93,11 @@ def test_what_stock_takes_is_taken(monkeypatch):
         "APC_DISK_MAX_GB": "",
         "APC_MEMORY_MAX_GB": "1.5",
         "APC_DISK_PATH": "",
+        "APC_DISK_SYNC": "reply",
         "APC_SOMETHING_NEW": "x",
     }
     assert refusal(taken) is None
+    assert "APC_DISK_SYNC" in str(refusal({**taken, "APC_DISK_SYNC": "always"}))
     assert "APC_BLOCK_SIZE" in str(refusal({**taken, "APC_BLOCK_SIZE": "32.5"}))
     for name, text in taken.items():
         monkeypatch.setenv(name, text)

@@ -3,6 +3,8 @@
     python -m tests.stress.restarts                                  SIGTERM and SIGKILL, one model, all turns
     python -m tests.stress.restarts --models hybrid dense --drafter --signals KILL --think 0 0.25 1
     python -m tests.stress.restarts --durable                        ms from a reply's last event to its row on disk
+    python -m tests.stress.restarts --signals KILL --sync            the last event waits until the reply is on disk
+    python -m tests.stress.restarts --durable --sync                 ms that it waited
 
 Each server is a process of its own on tiny trained models, float32, CPU, greedy.  Tokens are compared to a server that
 never ends and has no disk; ``re-read`` is what all turns read, over what was new in them.
@@ -37,6 +39,7 @@ from tests.fakes.models import drafter_dir, model_dir
 
 DRAFTERS = {"hybrid": "hybrid-mtp", "dense": "dense-eagle3"}
 QUIET = ("--log-level", "WARNING")
+WAITS = ("--cacheplus-disk-sync", "reply")
 # How long a reply may take to be on disk before that is a fault.
 DURABLE_SECONDS = 20.0
 SIGNALS = {"TERM": signal.SIGTERM, "KILL": signal.SIGKILL}
@@ -73,9 +76,15 @@ class Turn:
 
 @dataclass
 class Play:
-    """A session that was played."""
+    """A session that was played.
+
+    Attributes:
+        held_ms: what ends of replies waited for the disk, median and most, where servers
+            were asked.
+    """
 
     turns: list[Turn] = field(default_factory=list)
+    held_ms: tuple[float, float] | None = None
 
     @property
     def read(self) -> int:
@@ -167,6 +176,8 @@ class Player:
                 if ending.how is not None:
                     server = _end(server, ending)
                 advance()
+            if server is not None:
+                played.held_ms = _held_ms(server)
         finally:
             if server is not None:
                 server.stop()
@@ -229,6 +240,13 @@ def _last_record(server: Server) -> dict[str, Any]:
     return dict(record)
 
 
+def _held_ms(server: Server) -> tuple[float, float] | None:
+    stats = httpx.get(f"{server.base}/v1/cache/stats", timeout=60).json()
+    if not stats.get("disk_sync_most_ms"):
+        return None
+    return stats["disk_sync_median_ms"], stats["disk_sync_most_ms"]
+
+
 def _end(server: Server, ending: Ending) -> None:
     if ending.how is signal.SIGKILL:
         if ending.think is None:
@@ -255,6 +273,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--session", default="coding-agent-18")
     parser.add_argument("--turns", type=int, help="only so many")
     parser.add_argument("--durable", action="store_true", help="measure, end nothing")
+    parser.add_argument(
+        "--sync", action="store_true", help="ends of replies wait for the disk"
+    )
     return parser.parse_args()
 
 
@@ -280,6 +301,7 @@ def _row(name: str, ending: Ending, whole: Play, ended: Play) -> list[str]:
         "same" if ended.texts == whole.texts else "DIFFER",
         "/".join(map(str, accepted)) if complete and any(accepted) else "",
         f"{statistics.median(times):.0f}, {max(times):.0f}" if times else "",
+        "{:.0f}, {:.0f}".format(*ended.held_ms) if ended.held_ms else "",
     ]
 
 
@@ -288,7 +310,7 @@ def main() -> None:
     session = sessions.load(arguments.session).first(arguments.turns)
     table = Table(
         *("model", "end", "think", "re-read", "in RAM", "tokens", "accepted / in RAM"),
-        "ms to disk: median, most",
+        *("ms to disk: median, most", "ms held: median, most"),
     )
     endings = _endings(arguments)
     turns = len(arguments.models) * (1 + len(endings)) * len(session.turns)
@@ -310,7 +332,8 @@ def main() -> None:
             whole = player.play([Ending()], step)
             for number, ending in enumerate(endings):
                 place = home / f"{name}-{number}"
-                player = Player(session, model, place, more, arguments.durable)
+                waits = (*more, *(WAITS if arguments.sync else ()))
+                player = Player(session, model, place, waits, arguments.durable)
                 ended = player.play([ending], step)
                 table.add_row(*_row(name, ending, whole, ended))
     console.print(table)

@@ -21,6 +21,7 @@ CORE = {
     "mlx_vlm_cacheplus/core/disk_segment.py": "mlx_vlm/disk_segment.py",
     "mlx_vlm_cacheplus/core/disk_arrays.py": "mlx_vlm/disk_arrays.py",
     "mlx_vlm_cacheplus/core/disk_format.py": "mlx_vlm/disk_format.py",
+    "mlx_vlm_cacheplus/core/disk_sync.py": "mlx_vlm/disk_sync.py",
     "mlx_vlm_cacheplus/core/disk_parcel.py": "mlx_vlm/disk_parcel.py",
     "mlx_vlm_cacheplus/core/disk_writer.py": "mlx_vlm/disk_writer.py",
     "mlx_vlm_cacheplus/core/disk_reader.py": "mlx_vlm/disk_reader.py",
@@ -113,6 +114,19 @@ EDITS: list[AnyEdit] = [
         "        pending = []\n",
         "        disk_coordination.tick(self)\n",
         within="ResponseGenerator._collect_pending_requests",
+    ),
+    before(
+        SERVER,
+        "            rqueue.put(\n                StreamingToken(\n",
+        "            if r.finish_reason is not None:\n"
+        "                disk_coordination.promise_end(self.apc_manager, rqueue)\n",
+        within="ResponseGenerator._step_rows",
+    ),
+    after(
+        SERVER,
+        '        if getattr(item, "finish_reason", None):\n            self._ended = True\n',
+        "            disk_coordination.hold_end(self._rqueue)\n",
+        within="_TokenIterator.__next__",
     ),
     before(
         APP,

@@ -1,0 +1,83 @@
+"""Rows of a speculative batch keep each what it accepts, where their caches can hold that.
+
+A target whose rollback moves all rows alike has its batch clamped to the row that
+accepts least: four rows that accept four of five each by themselves then keep less than
+half of what they could.  What the rollback cannot do, the caches can: keys and values
+of rows of unequal age stand right-aligned, as those of prompts of unequal length do,
+and a recurrent state that recorded the step is taken from each row's own place.
+
+Invariants:
+
+1. A round that is not clamped commits for each row exactly what it accepted.
+2. A drafter that asks for the clamp itself has it; so do caches of any other kind.
+3. Nothing is looked up of an array: no array operation, no host sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_vlm.models.cache import ArraysCache, BatchKVCache
+from mlx_vlm.speculative.cache_state import (
+    SpeculativeCacheTransaction,
+    commit_speculative_round,
+    rollback_speculative_cache,
+)
+from mlx_vlm.speculative.common import _requires_uniform_batch_acceptance
+
+from .drafted_replies import current_batch
+
+CLAMP = "requires_uniform_batch_acceptance"
+
+
+def rows_keep_their_own(batch: Any) -> bool:
+    """Whether the running round of a batch may leave its rows at unequal lengths.
+
+    Call after the round's verify step was built and before anything is committed: what
+    a recurrent state records is known then.
+    """
+    if getattr(batch.draft_model, CLAMP, False):
+        return False
+    return all(map(_holds_unequal_rows, batch.prompt_cache))
+
+
+def _holds_unequal_rows(entry: Any) -> bool:
+    if type(entry) is ArraysCache:
+        return bool(entry.is_speculating)
+    return type(entry) is BatchKVCache
+
+
+def rows_accept_alike(draft_model: Any, target: Any = None) -> bool:
+    """Whether the running round must be clamped to the row that accepts least.
+
+    Args:
+        draft_model, target: either may ask for it.
+    """
+    asked = _requires_uniform_batch_acceptance(draft_model, target)
+    return bool(asked) and not _running_round_keeps_rows()
+
+
+def _running_round_keeps_rows() -> bool:
+    batch = current_batch()
+    return batch is not None and bool(batch.drafted.apart(batch))
+
+
+def commit_round(
+    model: Any, caches: Sequence[Any], state: Any, accepted: Any, block_size: int
+) -> None:
+    """Commit a round; of a target that clamps, row by row where the round was not.
+
+    Args:
+        model: the target.
+        caches: its entries.
+        state: what its verify step returned for a rollback; may be None.
+        accepted: accepted draft tokens, of one row or [rows].
+        block_size: tokens that the step verified, of each row.
+    """
+    clamps = getattr(model, CLAMP, False)
+    recorded = isinstance(state, SpeculativeCacheTransaction)
+    if clamps and not recorded and _running_round_keeps_rows():
+        rollback_speculative_cache(caches, state, accepted, block_size)
+    else:
+        commit_speculative_round(model, caches, state, accepted, block_size)
