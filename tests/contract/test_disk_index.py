@@ -70,7 +70,7 @@ def test_an_index_with_a_lie_is_opened_and_written(folder, change):
         store.drop_spoiled(entry)
     store.all_roots()
     for token in range(10, 60):
-        store.make_room(68)
+        store.make_room(250)
         put(store, store.root("weights", 0, "layout"), [token])
     store.close()
 
