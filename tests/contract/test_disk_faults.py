@@ -274,7 +274,9 @@ def test_a_hanging_disk_is_a_miss(start, monkeypatch, caplog):
     hold = threading.Event()
     real = server.store.read_sections
     monkeypatch.setattr(
-        server.store, "read_sections", lambda *which: hold.wait(SECONDS) and real(*which)
+        server.store,
+        "read_sections",
+        lambda *which: hold.wait(SECONDS) and real(*which),
     )
     assert server.ask([1, 2, 3, 4, 5])[0] == 0
     assert server.tier.intake.timeouts == 1 and "does not answer" in caplog.text
