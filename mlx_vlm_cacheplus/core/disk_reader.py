@@ -7,6 +7,7 @@ do not wait at all.  What is spoiled is a miss.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sqlite3
@@ -18,16 +19,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .disk_ahead import Ahead
 from .disk_format import from_sections, path_name
 from .disk_index import COMPANION, SPAN, Entry, is_broken
 from .disk_plan import Plan, Wanted, state_ends, wanted_of
 from .disk_sections import STATE as STATES
+from .disk_sections import Head
 from .disk_segment import HostSegment
 from .disk_store import DiskStore, Spoiled
 
 logger = logging.getLogger(__name__)
 
 STATE_LAYER = ("state",)
+# What a file's head says, and the sections that were read.
+Sections = tuple[Head, dict[str, memoryview]]
 
 
 @dataclass
@@ -189,14 +194,19 @@ class DiskReader:
             self.declined += 1
             return
         began = time.perf_counter()
-        for wanted in plan.wanted:
-            if load.abandoned:
-                return
-            segment = self._open(load, plan, wanted)
-            if segment is None:
-                break
-            load.entries.append(Found(wanted.entry, wanted.stop, segment))
-            load.nbytes += wanted.nbytes
+        ahead = Ahead(self._fetch, plan.wanted, plan.nbytes)
+        try:
+            for number, wanted in enumerate(plan.wanted):
+                if load.abandoned:
+                    return
+                fetch = functools.partial(ahead.take, number)
+                segment = self._open(load, plan, wanted, fetch)
+                if segment is None:
+                    break
+                load.entries.append(Found(wanted.entry, wanted.stop, segment))
+                load.nbytes += wanted.nbytes
+        finally:
+            ahead.stop()
         self._measure(load.nbytes, time.perf_counter() - began)
         load.layout, load.numbers = plan.layout, plan.numbers
         load.length = self._restorable(load, plan)
@@ -225,10 +235,16 @@ class DiskReader:
                 best = Plan(layout, length, wanted, numbers, root)
         return best
 
-    def _open(self, load: Load, plan: Plan, wanted: Wanted) -> HostSegment | None:
+    def _fetch(self, wanted: Wanted) -> Sections:
+        """In any thread: the index is not asked."""
+        return self.store.read_sections(wanted.entry, wanted.sections)
+
+    def _open(
+        self, load: Load, plan: Plan, wanted: Wanted, fetch: Callable[[], Sections]
+    ) -> HostSegment | None:
         entry = wanted.entry
         try:
-            segment = from_sections(*self.store.read_sections(entry, wanted.sections))
+            segment = from_sections(*fetch())
             ids = load.ids[: entry.stop]
             if wanted.stop < entry.stop:
                 ids = (*load.ids[: entry.start], *self.store.ids_of(entry))
@@ -255,7 +271,8 @@ class DiskReader:
             if found.segment.states is None:
                 # What lies beyond could not be read, so that it is of use after all.
                 wanted = Wanted(entry, found.stop, frozenset({STATES}))
-                only = self._open(load, plan, wanted)
+                fetch = functools.partial(self._fetch, wanted)
+                only = self._open(load, plan, wanted, fetch)
                 states = None if only is None else only.states
                 found.segment = replace(found.segment, states=states)
             if found.segment.states is not None:

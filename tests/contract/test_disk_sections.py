@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,9 @@ __all__ = ["folder", "quick", "start", "store"]
 CHECKSUM = digest([head_of(WRITTEN)])
 
 
+BLANK = Entry(*(1, 1, 0, 0, 0, 1, "", 0, b"", False, "", 0, "", "", 0))
+
+
 def write(folder, content):
     """A file in a folder, and what stands for it in the index."""
     name = CHECKSUM.hex()
@@ -34,13 +38,7 @@ def write(folder, content):
 
 
 def entry(number=1, start=0, stop=1, kind=0, **more):
-    found = {
-        **{"number": number, "root": 1, "parent": 0, "kind": kind},
-        **{"start": start, "stop": stop, "name": "", "nbytes": 0, "checksum": b""},
-        **{"has_state": False, "companion": "", "last_use": 0, "turns": ""},
-        **{"session": "", "born": 0},
-    }
-    return Entry(**{**found, **more})
+    return replace(BLANK, number=number, start=start, stop=stop, kind=kind, **more)
 
 
 WAYS = [set(w) for n in range(4) for w in itertools.combinations(ORDER, n)]

@@ -11,6 +11,7 @@ CORE = {
     "mlx_vlm_cacheplus/core/disk_folder.py": "mlx_vlm/disk_folder.py",
     "mlx_vlm_cacheplus/core/disk_index.py": "mlx_vlm/disk_index.py",
     "mlx_vlm_cacheplus/core/disk_plan.py": "mlx_vlm/disk_plan.py",
+    "mlx_vlm_cacheplus/core/disk_ahead.py": "mlx_vlm/disk_ahead.py",
     "mlx_vlm_cacheplus/core/disk_eviction.py": "mlx_vlm/disk_eviction.py",
     "mlx_vlm_cacheplus/core/disk_replies.py": "mlx_vlm/disk_replies.py",
     "mlx_vlm_cacheplus/core/disk_files.py": "mlx_vlm/disk_files.py",
