@@ -1,7 +1,7 @@
 """One byte of what is stored is another one: it is found out, or it changes nothing.
 
-With a drafter its part is stored too: what it proposes is what it proposed when there was
-no part of it to restore, round by round, so that as much is accepted.
+With a drafter its part is stored too: what it proposes is what it proposed when no part
+of it was on disk, round by round, so that as much is accepted.
 """
 
 from __future__ import annotations
