@@ -120,7 +120,7 @@ class DiskWriter:
     def tell(self, receipt: Receipt) -> None:
         """Let it know when all that waits now is written, or given up.
 
-        The content of the files has its name then, and their rows are in the index.
+        Its files are forced to the medium and named then, and their rows are in the index.
         """
         with self._changed:
             if self._closing or self.reads_only or self.is_failing:
