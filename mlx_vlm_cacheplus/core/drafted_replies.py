@@ -51,6 +51,7 @@ class DraftedRows:
             caches, tokens that were processed); for whoever keeps more of a row.
         apart: whether the running round of the batch that it is given may leave rows at
             unequal lengths though the target asks for equal ones.
+        shown: of the batch's cache entries, those that a row is committed from.
     """
 
     def __init__(self, uids: Sequence[int], rows: dict[int, OutputRow]):
@@ -63,6 +64,7 @@ class DraftedRows:
         self.accepted: dict[int, int] = {}
         self.beside: Callable[[Any, int, int, int], Any] = _alone
         self.apart: Callable[[Any], bool] = _never
+        self.shown: Callable[[Sequence[Any]], Sequence[Any]] = list
 
     def forget(self, reason: str) -> None:
         """Keep nothing of this batch."""
@@ -207,7 +209,7 @@ def commit_drafted_rows(batch: Any) -> None:
             if row in in_cache:
                 place = in_cache.index(row)
                 with drafted.beside(batch, row, place, len(ledger.ids)):
-                    commit_row(ledger, batch.prompt_cache, place)
+                    commit_row(ledger, drafted.shown(batch.prompt_cache), place)
             else:
                 ledger.reason = "its row has left the caches"
             if ledger.committed:

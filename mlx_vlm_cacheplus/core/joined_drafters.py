@@ -25,9 +25,10 @@ from mlx_vlm.models.cache import ArraysCache, BatchKVCache, KVCache
 from mlx_vlm.speculative.mtp import _mtp_shared_kv_from_prompt_cache
 
 from .draft_priming import DraftPrimer, PrimedRow, takes_ragged_rows
+from .ragged_cache import HoledKVCache
 
 # Entries that take each other's rows and keep every row's own length.
-JOINABLE = (BatchKVCache, ArraysCache)
+JOINABLE = (BatchKVCache, HoledKVCache, ArraysCache)
 # What the sizes of the next blocks depend on.
 HISTORY = 32
 
@@ -162,6 +163,8 @@ def _of_rows(entry: Any, places: Sequence[int]) -> Any:
     if type(entry) is KVCache:
         return BatchKVCache.merge([entry])
     rows = copy.copy(entry)
+    if type(rows) is HoledKVCache:
+        rows = rows.plain()
     if rows.batch_size != len(places):
         rows.filter(mx.array(list(places)))
     return rows

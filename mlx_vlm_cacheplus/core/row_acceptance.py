@@ -3,14 +3,15 @@
 A target whose rollback moves all rows alike has its batch clamped to the row that
 accepts least: four rows that accept four of five each by themselves then keep less than
 half of what they could.  What the rollback cannot do, the caches can: keys and values
-of rows of unequal age stand right-aligned, as those of prompts of unequal length do,
-and a recurrent state that recorded the step is taken from each row's own place.
+that a row rejected stay behind as holes that the mask hides (``ragged_cache``), and a
+recurrent state that recorded the step is taken from each row's own place.
 
 Invariants:
 
 1. A round that is not clamped commits for each row exactly what it accepted.
 2. A drafter that asks for the clamp itself has it; so do caches of any other kind.
 3. Nothing is looked up of an array: no array operation, no host sync.
+4. No round moves keys or values; rows are moved where they leave, come, or are kept.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mlx_vlm.speculative.cache_state import (
 from mlx_vlm.speculative.common import _requires_uniform_batch_acceptance
 
 from .drafted_replies import current_batch
+from .ragged_cache import HoledKVCache
 
 CLAMP = "requires_uniform_batch_acceptance"
 
@@ -45,7 +47,32 @@ def rows_keep_their_own(batch: Any) -> bool:
 def _holds_unequal_rows(entry: Any) -> bool:
     if type(entry) is ArraysCache:
         return bool(entry.is_speculating)
-    return type(entry) is BatchKVCache
+    return type(entry) in (BatchKVCache, HoledKVCache)
+
+
+def hold_holes(entries: list[Any]) -> None:
+    """Let the entries of a batch's cache hold rows of unequal age with nothing moved.
+
+    Call before a round loop starts on them.
+
+    Args:
+        entries: left as they are where one is of a kind that cannot, or of one row.
+    """
+    kinds = (ArraysCache, BatchKVCache, HoledKVCache)
+    if all(type(entry) in kinds and entry.batch_size > 1 for entry in entries):
+        for place, entry in enumerate(entries):
+            if type(entry) is BatchKVCache:
+                entries[place] = HoledKVCache.of(entry)
+
+
+def without_holes(entries: Sequence[Any]) -> list[Any]:
+    """The same rows as entries that all who read caches know; no array is copied twice.
+
+    The entries given have no holes afterwards.
+    """
+    return [
+        entry.plain() if type(entry) is HoledKVCache else entry for entry in entries
+    ]
 
 
 def rows_accept_alike(draft_model: Any, target: Any = None) -> bool:

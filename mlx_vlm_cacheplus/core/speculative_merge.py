@@ -43,7 +43,7 @@ from .joined_drafters import (
     shown_of_target,
 )
 from .merge_pace import MODE, Pace, mode
-from .row_acceptance import rows_keep_their_own
+from .row_acceptance import hold_holes, rows_keep_their_own, without_holes
 from .row_samplers import sampling_of
 
 logger = logging.getLogger(__name__)
@@ -220,9 +220,14 @@ def _empty(batch: Any) -> None:
 
 
 def keep_rows_apart(batch: Any) -> None:
-    """Let the rounds of a batch leave its rows at unequal lengths, where all can hold them."""
+    """Let the rounds of a batch leave its rows at unequal lengths, where all can hold them.
+
+    Call before its round loop starts; its cache entries may become others.
+    """
     if mode() != "never" and takes_ragged_rows(batch.draft_model, batch.draft_kind):
         batch.drafted.apart = rows_keep_their_own
+        batch.drafted.shown = without_holes
+        hold_holes(batch.prompt_cache)
 
 
 def tokens_left(batch: Any) -> int:

@@ -101,6 +101,27 @@ def test_rows_keep_each_what_they_accept(make_server, name):
         assert figures(reply)[0] <= figures(want)[0] + 1
 
 
+def test_long_replies_of_rows_that_accept_unequally(make_server):
+    """What they rejected, round by round, is in nobody's way: not theirs, nor a next turn's."""
+    server = make_server("hybrid", draft_model="hybrid-mtp", **SETTINGS)
+    words = ("hello", "what is it", "tell me more of that")
+    prompts = [[system("Be brief." * n), user(w)] for n, w in enumerate(words, start=1)]
+    wants = alone(server, *(asked(prompt, 300) for prompt in prompts))
+    server.clear_cache()
+    replies, steps = run(server, *(asked(prompt, 300) for prompt in prompts))
+    assert [reply.ids for reply in replies] == [want.ids for want in wants]
+    assert min(len(reply.ids) for reply in replies) == 300
+    assert sum(len(who) == 3 for who in steps) > 50
+    turns = [
+        [*prompt, reply.message(), user("dump")]
+        for prompt, reply in zip(prompts, replies, strict=True)
+    ]
+    warm = [server.chat(turn, max_tokens=24) for turn in turns]
+    assert max(reply.prefilled for reply in warm) < 30
+    cold = alone(server, *(asked(turn, 24) for turn in turns))
+    assert [reply.ids for reply in warm] == [reply.ids for reply in cold]
+
+
 def test_rows_that_accept_all_cost_what_the_longest_costs(make_server):
     """Then the rows of a batch do not hold each other up."""
     server = make_server("dense", draft_model="dense-dflash", **SETTINGS)

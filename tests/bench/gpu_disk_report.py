@@ -41,11 +41,15 @@ def report(folder: Path, other: str = PLUS + DISK) -> str:
 
 # -- decoding --------------------------------------------------------------------------
 def usable(rows: Sequence[Row], other: str) -> list[Row]:
-    """Rounds in which both sides read and wrote the same, in turn."""
+    """Rounds in which both sides read and wrote as much, in turn.
+
+    The same prompt; which tokens a reply of free greedy choice has, a model with random
+    weights says anew in each process (near ties), and they cost the same.
+    """
 
     def work(row: Row, side: str) -> tuple[Any, ...]:
         one = row[side]
-        return one["ids"], one["restored"], one["generated"], len(one["ms"])
+        return one["prompt"], one["restored"], one["generated"], len(one["ms"])
 
     return [
         row

@@ -12,10 +12,13 @@ from mlx_vlm.speculative.cache_state import start_speculative_cache
 from mlx_vlm_cacheplus.core import drafted_replies, row_acceptance
 from mlx_vlm_cacheplus.core import speculative_merge as merge
 from mlx_vlm_cacheplus.core.drafted_replies import DraftedRows
+from mlx_vlm_cacheplus.core.ragged_cache import HoledKVCache
 from mlx_vlm_cacheplus.core.row_acceptance import (
     commit_round,
+    hold_holes,
     rows_accept_alike,
     rows_keep_their_own,
+    without_holes,
 )
 
 PROMPTS, BLOCK = (3, 5), 4
@@ -49,8 +52,7 @@ def verified():
 
 
 def row_content(cache, row):
-    start = int(cache.left_padding[row].item())
-    return cache.keys[row, 0, start : cache._idx, 0].tolist()
+    return cache.extract(row).keys[0, 0, :, 0].tolist()
 
 
 def batch_of(*entries, drafter=None, apart=True):
@@ -105,9 +107,10 @@ def test_a_round_is_clamped_unless_its_rows_can_keep_their_own(apart):
         assert not rows_accept_alike(drafter, SimpleNamespace())
 
 
+@pytest.mark.parametrize("entry", [verified, lambda: HoledKVCache.of(verified())])
 @pytest.mark.parametrize("accepted", [[0, 3], [2, 1], [3, 3], [0, 0]])
-def test_each_row_keeps_exactly_what_it_accepted(accepted):
-    cache = verified()
+def test_each_row_keeps_exactly_what_it_accepted(accepted, entry):
+    cache = entry()
     batch = batch_of(cache)
     with drafted_replies.recorded_round(batch):
         commit_round(batch.model, [cache], None, mx.array(accepted), BLOCK)
@@ -116,6 +119,34 @@ def test_each_row_keeps_exactly_what_it_accepted(accepted):
         assert row_content(cache, row) == kept
         assert cache.offset[row].item() == len(kept), "the next position"
     assert batch.model.rolled_back == []
+
+
+def test_what_could_not_hold_rows_of_unequal_age_stays_as_it_is():
+    one_row = BatchKVCache.merge([verified().extract(0)])
+    for entries in ([verified(), BatchRotatingKVCache(8, [0, 0])], [one_row]):
+        kept = list(entries)
+        hold_holes(entries)
+        assert all(a is b for a, b in zip(entries, kept, strict=True))
+    entries = [verified(), recurrent()]
+    hold_holes(entries)
+    assert [type(entry) for entry in entries] == [HoledKVCache, ArraysCache]
+
+
+def test_rows_are_taken_from_entries_that_others_know():
+    entries = [verified(), recording(recurrent())]
+    hold_holes(entries)
+    batch = batch_of(*entries)
+    with drafted_replies.recorded_round(batch):
+        commit_round(batch.model, entries[:1], None, mx.array([2, 0]), BLOCK)
+    assert entries[0].has_holes
+    shown, state = without_holes(entries)
+    assert type(shown) is BatchKVCache and state is entries[1]
+    assert not entries[0].has_holes, "a filter that follows has nothing to move"
+    for row, count in enumerate([2, 0]):
+        kept = tokens_of(row)[: PROMPTS[row] + count + 1]
+        assert row_content(shown, row) == row_content(entries[0], row) == kept
+        start = int(shown.left_padding[row].item())
+        assert shown.keys[row, 0, start : shown._idx, 0].tolist() == kept
 
 
 def test_a_clamped_round_is_the_target_s_to_roll_back():
@@ -153,3 +184,4 @@ def test_only_where_batches_may_join(monkeypatch, mode, drafter, apart):
     batch = batch_of(verified(), drafter=drafter, apart=False)
     merge.keep_rows_apart(batch)
     assert (batch.drafted.apart is row_acceptance.rows_keep_their_own) == apart
+    assert (type(batch.prompt_cache[0]) is HoledKVCache) == apart

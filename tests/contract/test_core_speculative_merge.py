@@ -20,6 +20,7 @@ from mlx_vlm_cacheplus.core.joined_drafters import (
     shown_of_target,
 )
 from mlx_vlm_cacheplus.core.merge_pace import MODE
+from mlx_vlm_cacheplus.core.ragged_cache import HoledKVCache
 from mlx_vlm_cacheplus.core.row_samplers import Sampling
 from mlx_vlm_cacheplus.core.speculative_turns import DraftFigures
 
@@ -87,6 +88,22 @@ def test_rows_go_on_from_where_they_were():
     new = mx.concatenate([content(0, 5)[:, :, 4:], content(1, 7)[:, :, 6:]])
     joined.update_and_fetch(new, new)
     assert [read(joined, place) for place in range(2)] == [(0, 5), (1, 7)]
+
+
+def test_rows_with_holes_join_as_rows_without():
+    holed = HoledKVCache.of(batch_cache(6, 4))
+    new = mx.concatenate([content(0, 9)[:, :, 6:], content(1, 7)[:, :, 4:]])
+    holed.update_and_fetch(new, new)
+    holed.prepare(right_padding=[2, 0])
+    holed.finalize()
+    want = [(0, 7), (1, 7), (10, 5)]
+    for order in (1, -1):
+        given = [(holed, live(0, 1)), (batch_cache(5, first=10), live(0))][::order]
+        (mine, own), (theirs, other) = given
+        (joined,) = joined_entries([mine], [theirs], own, other)
+        assert type(joined) is BatchKVCache
+        assert sorted(read(joined, place) for place in range(3)) == want
+        assert holed.has_holes, "what was given is as it was"
 
 
 def test_recurrent_states_stand_side_by_side():

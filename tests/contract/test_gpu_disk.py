@@ -29,7 +29,7 @@ def rounds(slower=1.0, step=0.0, writes=range(4, 20), count=24):
             waiting = [int(side == ON and n in writes) for n in range(TOKENS)]
             nbytes = [1000 * min(n, writes.stop) for n in range(TOKENS)]
             disk = {"waiting": waiting, "bytes": nbytes, "handed": [[0, 0.3, 9]]}
-            row[side] = {"ids": "x", "restored": 1, "generated": TOKENS, "first": 0.2}
+            row[side] = {"prompt": 9, "restored": 1, "generated": TOKENS, "first": 0.2}
             row[side] |= {"ms": ms, "cpu": ms, "disk": disk}
         row["before"] = {"disk_written_bytes": 0}
         row["written"] = {"disk_written_bytes": 30_000}
@@ -73,9 +73,9 @@ def test_a_prompt_that_is_handed_over_is_written_in_that_turn():
     assert [n for n, one in enumerate(busy) if one] == [2]
 
 
-def test_rounds_of_other_tokens_are_left_out():
+def test_rounds_of_other_work_are_left_out():
     rows = rounds()
-    rows[0][ON] = {**rows[0][ON], "ids": "y"}
+    rows[0][ON] = {**rows[0][ON], "restored": 3}
     rows[1]["lost"] = True
     assert "left out 1 that lost the turn, 1 of unlike work" in report.decode(rows)
 

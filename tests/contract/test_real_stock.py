@@ -210,8 +210,8 @@ def test_edited_stock_starts_as_stock_and_says_which_symbol(tmp_path):
 
 def test_functions_that_are_targets_are_bound_under_one_name():
     """A module that imported one by value would go on calling the stock's. `app` is changed within, not replaced.
-    The round loops of speculative decoding import their walks by name: each loop's own name is a target, and where a walk is
-    defined or handed on nobody on the server calls it. The cache of pictures has salts of its own.
+    The round loops of speculative decoding import their walks, and what clamps and commits a round, by name: each loop's own
+    name is a target, and where a walk is defined or handed on nobody on the server calls it. The cache of pictures has salts of its own.
     The name `asyncio` is a target in the modules whose handlers wait for replies, and in no other.
     Embeddings and reranking hold `get_chat_template` of their own: what they render is no conversation, and none is cached.
     """
@@ -221,13 +221,14 @@ import mlx_vlm.server, mlx_vlm.server.cli
 from mlx_vlm_cacheplus.changes import load_changes
 from mlx_vlm_cacheplus.patching import ABSENT, raw_value, resolve_holder
 targets = {t for change in load_changes() for t in change.targets if "." not in t.qualname}
-handed_on = {"mlx_vlm.speculative." + name for name in ("common", "utils", "mtp", "eagle3", "dflash")} | {"mlx_vlm.server"}
+handed_on = {"mlx_vlm.speculative." + name for name in ("common", "cache_state", "utils", "mtp", "eagle3", "dflash")} | {"mlx_vlm.server"}
 for target in targets:
     raw = raw_value(*resolve_holder(target.module, target.qualname))
     for name, module in list(sys.modules.items()):
         if raw is ABSENT or target.qualname in ("app", "asyncio") or name == target.module or not name.startswith("mlx_vlm."):
             continue
-        rounds = "_walk" in target.qualname or target.qualname in ("run_speculative_server_rounds", "speculative_stats_since", "_mtp_verify_target")
+        rounds = "_walk" in target.qualname or target.qualname in ("run_speculative_server_rounds", "speculative_stats_since", "_mtp_verify_target",
+            "_requires_uniform_batch_acceptance", "commit_speculative_round")
         if rounds and name in handed_on:
             continue
         if target.qualname == "semantic_extra_hash" and name == "mlx_vlm.vision_cache":

@@ -12,6 +12,7 @@ CORE = {
     "mlx_vlm_cacheplus/core/joined_drafters.py": "mlx_vlm/speculative/joined_drafters.py",
     "mlx_vlm_cacheplus/core/merge_pace.py": "mlx_vlm/generate/merge_pace.py",
     "mlx_vlm_cacheplus/core/row_acceptance.py": "mlx_vlm/generate/row_acceptance.py",
+    "mlx_vlm_cacheplus/core/ragged_cache.py": "mlx_vlm/models/ragged_cache.py",
 }
 
 JOINING: list[AnyEdit] = [
