@@ -237,11 +237,12 @@ def _entries(rows: Iterable[tuple]) -> list[Entry]:
 
 
 def _entry(row: tuple) -> Entry | None:
-    """A row, or None where a type or the order of numbers is not what is written."""
+    """A row, or None where a type, a size or a number is not what is written."""
     entry = Entry(*row)
     if [type(value) for value in row] != TYPES or not 0 <= entry.parent < entry.number:
         return None
-    return entry
+    sections = (entry.kv_nbytes, entry.state_nbytes, entry.part_nbytes)
+    return entry if min(sections) >= 0 and sum(sections) <= entry.nbytes else None
 
 
 def _shared(span: Sequence[int], path: Sequence[int], place: int) -> int:

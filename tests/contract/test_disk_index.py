@@ -51,6 +51,8 @@ def overwrite(old, new):
         damage("UPDATE entries SET parent = number"),
         damage("UPDATE entries SET parent = number + 1"),
         damage("UPDATE entries SET nbytes = 1.5"),
+        damage("UPDATE entries SET kv_nbytes = nbytes + 1"),
+        damage("UPDATE entries SET state_nbytes = -1"),
         damage("UPDATE entries SET ids = x'01'"),
         damage("UPDATE entries SET number = -number"),
     ],
