@@ -230,7 +230,8 @@ class DiskStore:
     def read_sections(
         self, entry: Entry, wanted: Collection[str]
     ) -> tuple[Head, dict[str, memoryview]]:
-        """What ``read`` gives, of these sections alone; the others are not looked at."""
+        """A file's head and these sections, checked as in ``read``; the others are not
+        looked at.  Any thread may call it, since the index is not asked."""
         with self._counting():
             return disk_files.read_sections(self.folder, entry, wanted)
 

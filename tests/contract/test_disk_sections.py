@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_vlm_cacheplus import cli
-from mlx_vlm_cacheplus.core import disk_folder, disk_sections
+from mlx_vlm_cacheplus.core import disk_ahead, disk_folder, disk_sections
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES, TEMPORARY
 from mlx_vlm_cacheplus.core.disk_format import from_sections
 from mlx_vlm_cacheplus.core.disk_index import COMPANION, STATE, Entry
@@ -234,6 +234,12 @@ def read(monkeypatch):
     return counts
 
 
+@pytest.fixture(params=[1 << 30, 1], ids=["one thread", "several"])
+def threads(request, monkeypatch):
+    monkeypatch.setattr(disk_ahead, "BYTES_A_THREAD", request.param)
+
+
+@pytest.mark.usefixtures("threads")
 def test_a_restart_reads_two_states_of_a_long_conversation(start, read):
     """The one at its end and the first one; the bytes that are counted are those read."""
     server = start("hybrid")
@@ -258,6 +264,7 @@ def test_a_restart_reads_two_states_of_a_long_conversation(start, read):
     assert server.tier.reader.rate > 0
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_state_on_the_way_is_read_where_the_end_is_spoiled(start):
     server = start("hybrid")
     talk = session(5)
