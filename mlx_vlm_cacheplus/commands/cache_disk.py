@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from ..changes.durable_disk import FOLDER, LIMIT
 from ..core.disk_folder import Refused
 from ..core.disk_index import SPAN, Entry, New
+from ..core.disk_safetensors import head_of
+from ..core.disk_sections import Changed, check
 from ..core.disk_settings import settings_of
-from ..core.disk_store import DiskStore, Spoiled, summary
+from ..core.disk_store import DiskStore, Spoiled
+from ..core.disk_summary import summary
 from ..settings import UsageError
 
 MANIFEST = "manifest.json"
@@ -226,8 +227,12 @@ def _import(store: DiskStore, options: argparse.Namespace) -> dict[str, Any]:
         taken = 0
         for row in manifest["entries"]:
             content = _get(source, str(row["number"]))
-            if xxhash.xxh3_128_hexdigest(content) != row["checksum"]:
-                raise Failed(f"entry {row['number']} of the file is spoiled")
+            try:
+                check(content, bytes.fromhex(row["checksum"]))
+            except Changed as fault:
+                raise Failed(
+                    f"entry {row['number']} of the file is spoiled: {fault}"
+                ) from None
             there = _same(store, root, numbers[row["parent"]], row)
             if there is None:
                 here = set(numbers.values())
@@ -266,10 +271,11 @@ def _begin_alike(store: DiskStore, entry: Entry, row: Any) -> bool:
 
 
 def _new(number: int, root: int, parent: int, row: Any, content: bytes) -> New:
+    head = head_of(content)
     return New(
         *(number, root, parent, row["kind"], row["start"], row["stop"]),
         ids=row["ids"],
-        chunks=[content],
+        chunks=[head, memoryview(content)[len(head) :]],
         nbytes=len(content),
         has_state=bool(row["has_state"]),
         companion=row["companion"],

@@ -31,7 +31,8 @@ from .disk_identity import (
     verify,
 )
 from .disk_settings import DiskSettings
-from .disk_store import DiskStore, summary
+from .disk_store import DiskStore
+from .disk_summary import summary
 from .disk_tier import FLUSH_SECONDS, DiskTier
 from .disk_writer import FAULTS
 from .reply_ids import reply_ids_of

@@ -1,22 +1,26 @@
 """The files of a disk store: written, and found where their rows were not.
 
-A file is called by its checksum and says what its row would be, so that one which a
-writer that died has left is known to be whole, and what it is.
+A file is called by its checksum, which is its head's, and says what its row would be, so
+that one which a writer that died has left is known to be whole, and what it is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import xxhash
-
 from .disk_folder import TEMPORARY, Folder
-from .disk_index import New
-from .disk_safetensors import header_of
+from .disk_index import Entry, New
+from .disk_sections import Changed, Head, check, open_head, parse_head, read_section
+
+
+class Spoiled(Exception):
+    """A file is not what was written; it was set aside."""
 
 
 class Written(NamedTuple):
@@ -25,7 +29,7 @@ class Written(NamedTuple):
     new: New
     name: str
     nbytes: int
-    checksum: bytes
+    head: Head
 
 
 def write_files(folder: Folder, news: Sequence[New]) -> list[Written]:
@@ -37,14 +41,14 @@ def write_files(folder: Folder, news: Sequence[New]) -> list[Written]:
     written: list[Written] = []
     try:
         for new in news:
-            digest = xxhash.xxh3_128()
-            for chunk in new.chunks:
-                digest.update(chunk)
-            name = f"{digest.hexdigest()}-{uuid.uuid4().hex[:8]}"
-            nbytes = folder.write(name, new.chunks)
-            written.append(Written(new, name, nbytes, digest.digest()))
+            chunks = iter(new.chunks)
+            first = bytes(next(chunks))
+            head = parse_head(first, new.nbytes)
+            name = f"{head.checksum.hex()}-{uuid.uuid4().hex[:8]}"
+            nbytes = folder.write(name, itertools.chain([first], chunks))
+            written.append(Written(new, name, nbytes, head))
         folder.finish([file.name for file in written])
-    except OSError:
+    except (OSError, ValueError):
         remove_files(folder, written)
         raise
     return written
@@ -54,6 +58,38 @@ def remove_files(folder: Folder, files: Iterable[Written]) -> None:
     """Remove them, and parts of them."""
     for file in files:
         folder.remove(file.name)
+
+
+# -- reading -----------------------------------------------------------------------------
+def read_file(folder: Folder, entry: Entry) -> memoryview:
+    """See ``DiskStore.read``."""
+    with _spoiled_if_changed(entry):
+        content = memoryview(folder.read(entry.name))
+        check(content, entry.checksum)
+        return content
+
+
+def read_sections(
+    folder: Folder, entry: Entry, wanted: Collection[str]
+) -> tuple[Head, dict[str, memoryview]]:
+    """See ``DiskStore.read_sections``."""
+    with _spoiled_if_changed(entry), folder.open_file(entry.name) as file:
+        head = open_head(file, entry.checksum)
+        return head, {
+            name: read_section(file, section)
+            for name, section in head.sections.items()
+            if name in wanted
+        }
+
+
+@contextlib.contextmanager
+def _spoiled_if_changed(entry: Entry) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise Spoiled(f"{entry.name} is missing") from None
+    except Changed as fault:
+        raise Spoiled(f"{entry.name} is not what was written: {fault}") from None
 
 
 # -- what dead writers left --------------------------------------------------------------
@@ -83,19 +119,18 @@ def whole_strays(folder: Folder, names: Iterable[str]) -> list[Stray]:
 
 
 def _stray(folder: Folder, found: str) -> Stray | None:
-    content = folder.read(found)
-    digest = xxhash.xxh3_128(content)
-    if digest.hexdigest() != found.split("-")[0]:
-        return None
     try:
-        row = json.loads(header_of(content).metadata["row"])
+        checksum = bytes.fromhex(found.split("-")[0].removesuffix(TEMPORARY))
+        content = folder.read(found)
+        head = check(content, checksum)
+        row = json.loads(head.header.metadata["row"])
         identity, salt, layout, note = row.pop("root")
         new = New(root=0, chunks=(), nbytes=len(content), **row)
         root = (identity, int(salt), layout, note)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     name = found.removesuffix(TEMPORARY)
-    return Stray(found, root, Written(new, name, new.nbytes, digest.digest()))
+    return Stray(found, root, Written(new, name, new.nbytes, head))
 
 
 def finish_stray(folder: Folder, stray: Stray) -> None:

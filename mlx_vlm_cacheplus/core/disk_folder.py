@@ -15,7 +15,9 @@ Every method may raise OSError: what to do about it is the caller's business.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
@@ -155,20 +157,21 @@ class Folder:
         finally:
             os.close(handle)
 
-    def read(self, name: str) -> bytearray:
-        """All bytes of a file; links are not followed."""
+    @contextlib.contextmanager
+    def open_file(self, name: str) -> Iterator[PlainFile]:
+        """A file to read from; links are not followed."""
         handle = os.open(self.path / ENTRIES / name, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(handle, "rb", buffering=0) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(f"{name} is not a plain file")
-            content = bytearray(found.st_size)
-            view, done = memoryview(content), 0
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise OSError(f"{name} has become shorter")
-                done += count
+            yield PlainFile(file, found.st_size)
+
+    def read(self, name: str) -> bytearray:
+        """All bytes of a file; links are not followed."""
+        with self.open_file(name) as file:
+            content = bytearray(file.size)
+            file.read_into(0, memoryview(content))
         return content
 
     def remove(self, name: str) -> None:
@@ -194,6 +197,23 @@ class Folder:
         """
         with os.scandir(self.path / ENTRIES) as found:
             return [entry.name for entry in found if entry.name not in known]
+
+
+class PlainFile:
+    """A file that is open; ``size`` is what it had in bytes when it was opened."""
+
+    def __init__(self, file: io.FileIO, size: int):
+        self._file, self.size = file, size
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with what is in the file from byte ``start`` on."""
+        self._file.seek(start)
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise OSError(f"{self._file.name} has become shorter")
+            done += count
 
 
 def force(handle: int) -> None:

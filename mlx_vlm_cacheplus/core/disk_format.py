@@ -7,6 +7,9 @@ index that lies is found out, and how end states are built.  A file holds any of
   [1, heads, tokens, dim];
 - ``state.LEAF.N``: arrays of the end states at ``stop``;
 - ``part.LAYER.SIDE`` and ``part.pending``: another model's part of the same tokens.
+
+Each of the three is a section, which is read and checked without the others; see
+``disk_sections``.
 """
 
 from __future__ import annotations
@@ -18,10 +21,22 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import xxhash
 
-from .disk_safetensors import Array, Place, header_of, pack_header
+from .disk_safetensors import Array, Place, head_of
+from .disk_sections import (
+    KV,
+    NO_DIGEST,
+    ORDER,
+    PART,
+    STATE,
+    Head,
+    digest,
+    pack_head,
+    parse_head,
+    section_of,
+)
 from .disk_segment import HOST, HostArray, HostArrays, HostPart, HostSegment, HostState
 
-VERSION = "1"
+VERSION = "2"
 
 
 def path_name(ids: Sequence[int], root: str) -> str:
@@ -43,11 +58,8 @@ def to_file(
     Returns:
         The content, made piece by piece while it is written, and its bytes.
     """
-    arrays = _pieces(parts)
-    specs = {name: _joined(pieces) for name, pieces in arrays.items()}
-    head = pack_header(specs, _metadata(parts, path, row))
-    nbytes = len(head) + sum(spec.nbytes for spec in specs.values())
-    return FileContent(head, list(arrays.values())), nbytes
+    content = FileContent(_pieces(parts), _metadata(parts, path, row))
+    return content, content.nbytes
 
 
 def _metadata(parts: Sequence[HostSegment], path: str, row: str) -> dict[str, str]:
@@ -69,7 +81,13 @@ def _pieces(parts: Sequence[HostSegment]) -> dict[str, list[HostArray]]:
         along = name.startswith(("kv.", "part.")) and name != "part.pending"
         arrays[name] = [n[name] for n in named] if along else [named[-1][name]]
     # Wide types first, so that each array begins at a multiple of its item's size.
-    order = sorted(arrays, key=lambda name: -HOST[arrays[name][0].dtype].itemsize)
+    order = sorted(
+        arrays,
+        key=lambda name: (
+            ORDER.index(section_of(name)),
+            -HOST[arrays[name][0].dtype].itemsize,
+        ),
+    )
     return {name: arrays[name] for name in order}
 
 
@@ -82,17 +100,46 @@ def _joined(pieces: Sequence[HostArray]) -> Array:
 
 
 class FileContent:
-    """Iterates over a file's content; one array at a time is put together."""
+    """Iterates over a file's content, its head first; one array at a time is put together.
 
-    def __init__(self, head: bytes, arrays: list[list[HostArray]]):
-        self._head, self._arrays = head, arrays
+    Args:
+        arrays: what each array is put together from, in the file's order.
+        metadata: of the head.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, list[HostArray]], metadata: Mapping[str, str]
+    ):
+        self._arrays, self._metadata = arrays, metadata
+        self._specs = {name: _joined(pieces) for name, pieces in arrays.items()}
+        self._sections: dict[str, list[list[HostArray]]] = {}
+        for name, pieces in arrays.items():
+            self._sections.setdefault(section_of(name), []).append(pieces)
+        self._head: bytes | None = None
+        empty = pack_head(self._specs, dict.fromkeys(ORDER, NO_DIGEST), metadata)
+        self.nbytes = len(empty) + sum(spec.nbytes for spec in self._specs.values())
+
+    @property
+    def head(self) -> bytes:
+        """Made when it is first asked for: all of the content is read for it."""
+        if self._head is None:
+            digests = {
+                name: digest(map(_whole, arrays))
+                for name, arrays in self._sections.items()
+            }
+            self._head = pack_head(self._specs, digests, self._metadata)
+        return self._head
 
     def __iter__(self) -> Iterator[memoryview | bytes]:
-        yield self._head
-        for pieces in self._arrays:
-            data = [piece.data for piece in pieces]
-            whole = data[0] if len(data) == 1 else np.concatenate(data, axis=2)
-            yield np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data
+        yield self.head
+        yield from map(_whole, self._arrays.values())
+
+
+def _whole(pieces: Sequence[HostArray]) -> memoryview:
+    """The bytes of an array."""
+    data = [piece.data for piece in pieces]
+    whole = data[0] if len(data) == 1 else np.concatenate(data, axis=2)
+    return np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data
 
 
 # -- reading -----------------------------------------------------------------------------
@@ -102,30 +149,56 @@ def from_file(content: memoryview) -> HostSegment:
     Raises:
         ValueError: it is something else.
     """
-    header = header_of(content)
-    metadata = header.metadata
+    head = parse_head(head_of(content), len(content))
+    sections = {
+        name: content[section.start : section.stop]
+        for name, section in head.sections.items()
+    }
+    return from_sections(head, sections)
+
+
+def from_sections(head: Head, sections: Mapping[str, memoryview]) -> HostSegment:
+    """What ``to_file`` wrote, as far as it was read; shares the memory of ``sections``.
+
+    Without its keys and values it holds no tokens, but the end states behind them.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    metadata = head.header.metadata
     try:
         if metadata["version"] != VERSION:
             raise ValueError(f"version {metadata['version']}")
-        arrays = {name: _array(content, place) for name, place in header.arrays.items()}
-        plans = json.loads(metadata.get("states", "null"))
-        states = plans and [
-            HostState(plan, _numbered(arrays, f"state.{leaf}."))
-            for leaf, plan in enumerate(plans)
-        ]
-        part = None
-        if "part" in metadata:
-            part = HostPart(
-                metadata["part"], _spans(arrays, "part"), arrays.get("part.pending")
-            )
-        start, stop = int(metadata["start"]), int(metadata["stop"])
+        arrays = {
+            name: _array(sections[section], place, head.sections[section].start)
+            for name, place in head.header.arrays.items()
+            if (section := section_of(name)) in sections
+        }
+        states = part = None
+        if "states" in metadata and _is_here(STATE, head, sections):
+            states = [
+                HostState(plan, _numbered(arrays, f"{STATE}.{leaf}."))
+                for leaf, plan in enumerate(json.loads(metadata["states"]))
+            ]
+        if "part" in metadata and _is_here(PART, head, sections):
+            pending = arrays.get(f"{PART}.pending")
+            part = HostPart(metadata["part"], _spans(arrays, PART), pending)
+        stop = int(metadata["stop"])
+        start = int(metadata["start"]) if _is_here(KV, head, sections) else stop
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a segment: {error!r}") from None
-    return HostSegment(start, stop, _spans(arrays, "kv"), states, part, metadata)
+    return HostSegment(start, stop, _spans(arrays, KV), states, part, metadata)
 
 
-def _array(content: memoryview, place: Place) -> HostArray:
-    data = np.frombuffer(content[place.start : place.stop], HOST[place.dtype])
+def _is_here(name: str, head: Head, sections: Mapping[str, memoryview]) -> bool:
+    """Whether all of a section was read; one without arrays is not in the file."""
+    return name in sections or name not in head.sections
+
+
+def _array(section: memoryview, place: Place, start: int) -> HostArray:
+    """An array of a section that begins at byte ``start`` of its file."""
+    content = section[place.start - start : place.stop - start]
+    data = np.frombuffer(content, HOST[place.dtype])
     return HostArray(data.reshape(place.shape), place.dtype)
 
 

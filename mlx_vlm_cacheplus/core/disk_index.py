@@ -8,9 +8,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
-SCHEMA = 2
+SCHEMA = 3
 INDEX = "index.sqlite"
 SPAN, STATE, COMPANION = range(3)
 
@@ -26,16 +25,17 @@ CREATE TABLE IF NOT EXISTS entries (
   number INTEGER PRIMARY KEY, root INTEGER, parent INTEGER, kind INTEGER,
   start INTEGER, stop INTEGER, first INTEGER, ids BLOB, name TEXT, nbytes INTEGER,
   checksum BLOB, has_state INTEGER, companion TEXT, last_use INTEGER, turns TEXT,
-  session TEXT, born INTEGER);
+  session TEXT, born INTEGER, kv_nbytes INTEGER, state_nbytes INTEGER,
+  part_nbytes INTEGER);
 CREATE UNIQUE INDEX IF NOT EXISTS by_first ON entries (root, parent, start, first)
   WHERE kind = 0;
 CREATE INDEX IF NOT EXISTS by_parent ON entries (parent);
 """
 COLUMNS = (
     "number, root, parent, kind, start, stop, name, nbytes, checksum, has_state, "
-    "companion, last_use, turns, session, born"
+    "companion, last_use, turns, session, born, kv_nbytes, state_nbytes, part_nbytes"
 )
-TYPES = [int] * 6 + [str, int, bytes, int, str, int, str, str, int]
+TYPES = [int] * 6 + [str, int, bytes, int, str, int, str, str] + [int] * 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Entry:
         turns: places where a prompt was answered, as text.
         session: whose it is, as text; empty for nobody's.
         born: the logical time when it was written.
+        kv_nbytes, state_nbytes, part_nbytes: what of ``nbytes`` its sections have.
     """
 
     number: int
@@ -68,6 +69,9 @@ class Entry:
     turns: str
     session: str
     born: int
+    kv_nbytes: int = 0
+    state_nbytes: int = 0
+    part_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class New:
     Attributes:
         number: see ``DiskStore.reserve``.
         ids: the token ids of a span; empty for a supplement.
-        chunks: the file's content.
+        chunks: the file's content, of which the first is its head.
         nbytes: its length.
     """
 
@@ -233,11 +237,12 @@ def _entries(rows: Iterable[tuple]) -> list[Entry]:
 
 
 def _entry(row: tuple) -> Entry | None:
-    """A row, or None where a type or the order of numbers is not what is written."""
+    """A row, or None where a type, a size or a number is not what is written."""
     entry = Entry(*row)
     if [type(value) for value in row] != TYPES or not 0 <= entry.parent < entry.number:
         return None
-    return entry
+    sections = (entry.kv_nbytes, entry.state_nbytes, entry.part_nbytes)
+    return entry if min(sections) >= 0 and sum(sections) <= entry.nbytes else None
 
 
 def _shared(span: Sequence[int], path: Sequence[int], place: int) -> int:
@@ -297,33 +302,6 @@ def fact(connection: sqlite3.Connection, name: str) -> str | None:
     return None if row is None else row[0]
 
 
-def summarize(
-    entries: Iterable[Entry], roots: Iterable[tuple[int, str, int, str, str]]
-) -> list[dict[str, Any]]:
-    """What is stored, one row a root."""
-    totals: dict[int, list[int]] = {}
-    for entry in entries:
-        total = totals.setdefault(entry.root, [0, 0, 0, 0])
-        total[0] += 1
-        total[1] += entry.nbytes
-        total[2] += entry.stop - entry.start if entry.kind == SPAN else 0
-        total[3] = max(total[3], entry.last_use)
-    return [
-        {
-            "root": number,
-            "model": note,
-            "identity": identity,
-            "salt": salt,
-            "entries": totals[number][0],
-            "bytes": totals[number][1],
-            "tokens": totals[number][2],
-            "last_use": totals[number][3],
-        }
-        for number, identity, salt, _, note in roots
-        if number in totals
-    ]
-
-
 # -- writing -----------------------------------------------------------------------------
 def add_root(
     writer: sqlite3.Connection, identity: str, salt: int, layout: str, note: str
@@ -340,12 +318,20 @@ def add_root(
     return int(cursor.lastrowid or 0)
 
 
-def entry_of(new: New, name: str, nbytes: int, checksum: bytes, last_use: int) -> Entry:
-    """The row of a new entry whose file is there."""
+def entry_of(
+    new: New,
+    name: str,
+    nbytes: int,
+    checksum: bytes,
+    last_use: int,
+    sections: Iterable[int],
+) -> Entry:
+    """The row of a new entry whose file is there; ``sections`` are their bytes."""
     return Entry(
         *(new.number, new.root, new.parent, new.kind, new.start, new.stop),
         *(name, nbytes, checksum, new.has_state, new.companion),
         *(last_use, new.turns, new.session, last_use),
+        *sections,
     )
 
 
@@ -367,7 +353,7 @@ def insert(
     writer: sqlite3.Connection, rows: Iterable[tuple[Entry, Sequence[int]]]
 ) -> None:
     """Add rows, each with its token ids."""
-    marks = ", ".join("?" * 17)
+    marks = ", ".join("?" * 20)
     writer.executemany(
         f"INSERT INTO entries ({COLUMNS}, first, ids) VALUES ({marks})",
         [(*astuple(entry), ids[0] if ids else None, pack(ids)) for entry, ids in rows],

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from .disk_arrays import to_segment, to_states
 from .disk_companions import CompanionNames
-from .disk_index import COMPANION, SPAN, Entry
+from .disk_index import COMPANION, Entry
 from .disk_parcel import Mark
 from .disk_reader import DiskReader, Found, Load
 from .disk_segment import HostPart, HostSegment
@@ -103,13 +103,11 @@ class Intake:
         mark = Mark(load.length, numbers=load.numbers)
         states: set[int] = set()
         parts = _parts(load.entries)
-        resumed = self._resumed(load.entries, parts)
         for found in load.entries:
             if found.entry.kind == COMPANION:
                 continue
             stop = min(found.stop, load.length)
-            keep = stop == load.length or found.entry.number in resumed
-            segment = _shaped(found, parts.get(found.entry.number), keep)
+            segment = replace(found.segment, part=parts.get(found.entry.number))
             taken = self.cache.adopt(
                 ids[:stop],
                 load.salt,
@@ -139,18 +137,6 @@ class Intake:
         self.restored_tokens += max(0, load.length - load.restorable)
         self.writer.do(lambda store: store.touch(load.numbers))
         return load.length
-
-    def _resumed(
-        self, entries: Sequence[Found], parts: dict[int, HostPart]
-    ) -> list[int]:
-        """Numbers of those whose states are of use beside the end's: the first one, and
-        the last one that another model has read, too."""
-        drafted = itertools.takewhile(
-            lambda found: found.entry.number in parts
-            and self.companions.knows(parts[found.entry.number].name),
-            (found for found in entries if found.entry.kind == SPAN),
-        )
-        return _with_states(entries)[:1] + _with_states(drafted)[-1:]
 
     def is_worth(self, nbytes: int, tokens: int) -> bool:
         """Whether reading so many bytes is faster than reading so many tokens anew.
@@ -192,11 +178,6 @@ class _Maker:
         return to_segment(self.segment.cut(start, self.stop), self.unpack, at_end)
 
 
-def _with_states(entries: Iterable[Found]) -> list[int]:
-    """Numbers of those that hold end states."""
-    return [f.entry.number for f in entries if f.segment.states is not None]
-
-
 def _parts(entries: Sequence[Found]) -> dict[int, HostPart]:
     """Another model's part of each span, by number; one that was kept later goes first."""
     parts: dict[int, HostPart] = {}
@@ -205,13 +186,3 @@ def _parts(entries: Sequence[Found]) -> dict[int, HostPart]:
         if part is not None:
             parts[entry.parent if entry.kind == COMPANION else entry.number] = part
     return parts
-
-
-def _shaped(found: Found, part: HostPart | None, with_states: bool) -> HostSegment:
-    """What is taken of a file, with another model's part of it."""
-    segment = found.segment
-    return HostSegment(
-        *(segment.start, segment.stop, segment.spans),
-        segment.states if with_states else None,
-        part,
-    )

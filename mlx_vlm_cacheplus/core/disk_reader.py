@@ -1,12 +1,13 @@
 """Reads paths from a disk store ahead of the requests that want them.
 
 One thread looks a prompt up in the index and reads what continues it into host memory,
-checked.  Whoever waits for it waits for a bounded time; while the medium hangs, others
+checked, of each file what is of use.  Whoever waits for it waits for a bounded time; while the medium hangs, others
 do not wait at all.  What is spoiled is a miss.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sqlite3
@@ -15,17 +16,23 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .disk_format import from_file, path_name
-from .disk_index import COMPANION, STATE, Entry, is_broken
+from .disk_ahead import Ahead
+from .disk_format import from_sections, path_name
+from .disk_index import COMPANION, SPAN, Entry, is_broken
+from .disk_plan import Plan, Wanted, state_ends, wanted_of
+from .disk_sections import STATE as STATES
+from .disk_sections import Head
 from .disk_segment import HostSegment
 from .disk_store import DiskStore, Spoiled
 
 logger = logging.getLogger(__name__)
 
 STATE_LAYER = ("state",)
+# What a file's head says, and the sections that were read.
+Sections = tuple[Head, dict[str, memoryview]]
 
 
 @dataclass
@@ -34,7 +41,7 @@ class Found:
 
     Attributes:
         stop: tokens of the path that are of use.
-        segment: what was in its file.
+        segment: what was read of its file.
     """
 
     entry: Entry
@@ -66,17 +73,6 @@ class Load:
     abandoned: bool = False
     since: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass
-class _Plan:
-    """What to read of one root."""
-
-    layout: tuple
-    length: int
-    wanted: list[tuple[Entry, int]]
-    numbers: frozenset[int]
-    root: tuple[str, int, str]
 
 
 class DiskReader:
@@ -194,24 +190,28 @@ class DiskReader:
         plan = self._plan(load)
         if plan is None:
             return
-        nbytes = sum(entry.nbytes for entry, _ in plan.wanted)
-        if not self._worth(nbytes, plan.length - load.restorable):
+        if not self._worth(plan.nbytes, plan.length - load.restorable):
             self.declined += 1
             return
         began = time.perf_counter()
-        for entry, stop in plan.wanted:
-            if load.abandoned:
-                return
-            segment = self._open(load, plan, entry, stop)
-            if segment is None:
-                break
-            load.entries.append(Found(entry, stop, segment))
-            load.nbytes += entry.nbytes
+        ahead = Ahead(self._fetch, plan.wanted, plan.nbytes)
+        try:
+            for number, wanted in enumerate(plan.wanted):
+                if load.abandoned:
+                    return
+                fetch = functools.partial(ahead.take, number)
+                segment = self._open(load, plan, wanted, fetch)
+                if segment is None:
+                    break
+                load.entries.append(Found(wanted.entry, wanted.stop, segment))
+                load.nbytes += wanted.nbytes
+        finally:
+            ahead.stop()
         self._measure(load.nbytes, time.perf_counter() - began)
         load.layout, load.numbers = plan.layout, plan.numbers
-        load.length = _restorable(plan, load)
+        load.length = self._restorable(load, plan)
 
-    def _plan(self, load: Load) -> _Plan | None:
+    def _plan(self, load: Load) -> Plan | None:
         """The root that takes the prompt furthest, if that is further than RAM does."""
         best = None
         for number, text in self.store.roots(self.identity, load.salt):
@@ -227,21 +227,26 @@ class DiskReader:
             ]
             length = spans[-1][1] if spans else 0
             if STATE_LAYER in layout:
-                length = max(_state_ends(spans, extra), default=0)
+                length = max(state_ends(spans, extra), default=0)
             if length > max(load.restorable, best.length if best else 0):
-                wanted = _wanted(spans, extra, load.held, length)
+                wanted = wanted_of(spans, extra, load.held, length, self._knows)
                 numbers = frozenset(span.number for span, _ in spans)
                 root = (self.identity, load.salt, text)
-                best = _Plan(layout, length, wanted, numbers, root)
+                best = Plan(layout, length, wanted, numbers, root)
         return best
 
+    def _fetch(self, wanted: Wanted) -> Sections:
+        """In any thread: the index is not asked."""
+        return self.store.read_sections(wanted.entry, wanted.sections)
+
     def _open(
-        self, load: Load, plan: _Plan, entry: Entry, stop: int
+        self, load: Load, plan: Plan, wanted: Wanted, fetch: Callable[[], Sections]
     ) -> HostSegment | None:
+        entry = wanted.entry
         try:
-            segment = from_file(self.store.read(entry))
+            segment = from_sections(*fetch())
             ids = load.ids[: entry.stop]
-            if stop < entry.stop:
+            if wanted.stop < entry.stop:
                 ids = (*load.ids[: entry.start], *self.store.ids_of(entry))
             if segment.metadata["path"] != path_name(ids, repr(plan.root)):
                 raise Spoiled(f"{entry.name} belongs to another path")
@@ -250,6 +255,29 @@ class DiskReader:
             self._spoiled(entry)
             return None
         return segment
+
+    def _restorable(self, load: Load, plan: Plan) -> int:
+        """How far one gets with what was read, or with the last state on the way."""
+        if len(load.entries) == len(plan.wanted):
+            return plan.length
+        spans = [found for found in load.entries if found.entry.kind == SPAN]
+        if STATE_LAYER not in plan.layout:
+            reached = max([load.held, *(found.stop for found in spans)])
+            return reached if reached > load.restorable else 0
+        for found in reversed(spans):
+            entry = found.entry
+            if not load.restorable < found.stop == entry.stop or not entry.has_state:
+                continue
+            if found.segment.states is None:
+                # What lies beyond could not be read, so that it is of use after all.
+                wanted = Wanted(entry, found.stop, frozenset({STATES}))
+                fetch = functools.partial(self._fetch, wanted)
+                only = self._open(load, plan, wanted, fetch)
+                states = None if only is None else only.states
+                found.segment = replace(found.segment, states=states)
+            if found.segment.states is not None:
+                return entry.stop
+        return 0
 
     def _measure(self, nbytes: int, seconds: float) -> None:
         if nbytes and seconds > 0:
@@ -269,54 +297,3 @@ def layout_text(layout: Sequence[Any]) -> str:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
-
-
-def _state_ends(
-    spans: Sequence[tuple[Entry, int]], extra: Sequence[Entry]
-) -> list[int]:
-    """Places on the path at which an end state is stored."""
-    followed = {span.number: stop for span, stop in spans}
-    ends = [span.stop for span, stop in spans if span.has_state and stop == span.stop]
-    ends += [e.stop for e in extra if e.kind == STATE and e.stop <= followed[e.parent]]
-    return ends
-
-
-def _wanted(
-    spans: Sequence[tuple[Entry, int]],
-    extra: Sequence[Entry],
-    held: int,
-    length: int,
-) -> list[tuple[Entry, int]]:
-    """What to read: spans that RAM lacks, what belongs to them, and the state at the end."""
-    wanted: list[tuple[Entry, int]] = []
-    for span, followed in spans:
-        stop = min(followed, length)
-        if span.start >= length:
-            break
-        if stop > held or (span.has_state and span.stop == length):
-            wanted.append((span, stop))
-            wanted += [
-                (e, stop)
-                for e in extra
-                if e.kind == COMPANION and e.parent == span.number
-            ]
-    wanted += [(e, e.stop) for e in extra if e.kind == STATE and e.stop == length]
-    return wanted
-
-
-def _restorable(plan: _Plan, load: Load) -> int:
-    """How far one gets with what was read."""
-    if len(load.entries) == len(plan.wanted):
-        return plan.length
-    reached = load.held
-    for found in load.entries:
-        if found.entry.kind not in (STATE, COMPANION):
-            reached = max(reached, found.stop)
-    if STATE_LAYER not in plan.layout:
-        return reached if reached > load.restorable else 0
-    ends = [
-        found.entry.stop
-        for found in load.entries
-        if found.segment.states is not None and found.entry.stop <= reached
-    ]
-    return max((end for end in ends if end > load.restorable), default=0)

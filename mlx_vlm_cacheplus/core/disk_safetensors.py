@@ -72,12 +72,8 @@ def read_head(read: Callable[[int], bytes], size: int) -> bytes:
     return prefix + (read(length) if 0 < length <= size - PREFIX else b"")
 
 
-def header_of(content: memoryview | bytes | bytearray) -> Header:
-    """The header of a file in memory.
-
-    Raises:
-        ValueError: it has none.
-    """
+def head_of(content: memoryview | bytes | bytearray) -> bytes:
+    """The first bytes of a file in memory, for ``parse_header``."""
     view, place = memoryview(content), 0
 
     def read(count: int) -> bytes:
@@ -85,7 +81,16 @@ def header_of(content: memoryview | bytes | bytearray) -> Header:
         place += count
         return bytes(view[place - count : place])
 
-    return parse_header(read_head(read, len(view)), len(view))
+    return read_head(read, len(view))
+
+
+def header_of(content: memoryview | bytes | bytearray) -> Header:
+    """The header of a file in memory.
+
+    Raises:
+        ValueError: it has none.
+    """
+    return parse_header(head_of(content), len(content))
 
 
 def parse_header(head: bytes, size: int) -> Header:

@@ -8,8 +8,8 @@ at a place of it, or what another model keeps of it.
 
 Invariants:
 
-1. A row of the index stands for a whole file with its checksum: the file is forced to
-   the medium before the row is.
+1. A row of the index stands for a whole file with its checksum, from which those of its
+   sections follow: the file is forced to the medium before the row is.
 2. Of one parent, no two spans begin at the same place with the same token, so a path
    is found by one look-up a span.
 3. An entry's parent is there: what has children is not removed.
@@ -21,38 +21,20 @@ is used by one thread that writes and one that reads; each has its own connectio
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import xxhash
-
-from . import disk_index, disk_replies
-from .disk_eviction import (
-    Order,
-    least_recently_used,
-    losses,
-    standing_on,
-    with_what_stands_inside,
-)
-from .disk_files import (
-    Stray,
-    Written,
-    finish_stray,
-    remove_files,
-    whole_strays,
-    write_files,
-)
+from . import disk_eviction, disk_files, disk_index, disk_replies
+from .disk_eviction import Order
+from .disk_files import Spoiled, Stray, Written
 from .disk_folder import TEMPORARY, Folder
 from .disk_index import INDEX, SPAN, Entry, New
+from .disk_sections import ORDER, Head
 
 # Of the cap, what an eviction leaves free, so that not every write needs one.
 SLACK = 0.05
-
-
-class Spoiled(Exception):
-    """A file is not what was written; it was set aside."""
 
 
 class DiskStore:
@@ -183,7 +165,7 @@ class DiskStore:
         """
         rows = self._writer.execute("SELECT name FROM entries")
         strays = self.folder.strays({name for (name,) in rows})
-        whole = whole_strays(self.folder, strays)
+        whole = disk_files.whole_strays(self.folder, strays)
         taken = {stray.found for stray in whole if self._take_in(stray)}
         for name in set(strays) - taken:
             self.folder.remove(name.removesuffix(TEMPORARY))
@@ -194,7 +176,7 @@ class DiskStore:
         parent = file.new.parent
         if parent and disk_index.root_of(self._writer, parent) != file.new.root:
             return False
-        finish_stray(self.folder, stray)
+        disk_files.finish_stray(self.folder, stray)
         try:
             self._enter([file], ())
         except sqlite3.IntegrityError:
@@ -236,20 +218,30 @@ class DiskStore:
         return disk_index.all_roots(self._managing)
 
     def read(self, entry: Entry) -> memoryview:
-        """The content of an entry's file, checked.
+        """The content of an entry's file, all of it checked.
 
         Raises:
             Spoiled: it is missing or not what was written.
             OSError: it cannot be read now.
         """
+        with self._counting():
+            return disk_files.read_file(self.folder, entry)
+
+    def read_sections(
+        self, entry: Entry, wanted: Collection[str]
+    ) -> tuple[Head, dict[str, memoryview]]:
+        """A file's head and these sections, checked as in ``read``; the others are not
+        looked at.  Any thread may call it, since the index is not asked."""
+        with self._counting():
+            return disk_files.read_sections(self.folder, entry, wanted)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
         try:
-            content = self.folder.read(entry.name)
-        except FileNotFoundError:
-            raise Spoiled(f"{entry.name} is missing") from None
-        if xxhash.xxh3_128_digest(content) != entry.checksum:
+            yield
+        except Spoiled:
             self.spoiled += 1
-            raise Spoiled(f"{entry.name} is not what was written")
-        return memoryview(content)
+            raise
 
     def recall(self, name: str) -> str | None:
         """A fact that was noted, or None."""
@@ -302,19 +294,22 @@ class DiskStore:
         """
         if not self.is_writer:
             raise OSError("another process writes to this store")
-        files = write_files(self.folder, news)
+        files = disk_files.write_files(self.folder, news)
         try:
             return self._enter(files, used)
         except (OSError, sqlite3.Error):
-            remove_files(self.folder, files)
+            disk_files.remove_files(self.folder, files)
             raise
 
     def _enter(self, files: Sequence[Written], used: Iterable[int]) -> list[Entry]:
         """The rows of files that are there."""
         self.clock += 1
         entries = [
-            disk_index.entry_of(new, name, nbytes, checksum, self.clock)
-            for new, name, nbytes, checksum in files
+            disk_index.entry_of(
+                *(new, name, nbytes, head.checksum, self.clock),
+                map(head.nbytes, ORDER),
+            )
+            for new, name, nbytes, head in files
         ]
         rows = zip(entries, (file.new.ids for file in files), strict=True)
         with self._writer as writer:
@@ -351,7 +346,7 @@ class DiskStore:
 
     def drop_spoiled(self, entry: Entry) -> list[Entry]:
         """Set a spoiled entry aside; what stands on it goes.  Returns what has gone."""
-        above = standing_on(entry, self.all_entries())
+        above = disk_eviction.standing_on(entry, self.all_entries())
         self.drop(above)
         self.drop([entry], spoiled=True)
         return [entry, *above]
@@ -361,7 +356,7 @@ class DiskStore:
 
         One that others go on from at its end is theirs too, and stays.
         """
-        gone = with_what_stands_inside(chosen, self.all_entries())
+        gone = disk_eviction.with_what_stands_inside(chosen, self.all_entries())
         self.drop(gone)
         return gone
 
@@ -388,13 +383,8 @@ class DiskStore:
         if nbytes > self.max_bytes:
             return None
         excess = self.nbytes - max(0, int(self.max_bytes * (1 - SLACK)) - nbytes)
-        order = order or least_recently_used
-        gone = list(losses(self.all_entries(), excess, order, keep))
+        order = order or disk_eviction.least_recently_used
+        gone = list(disk_eviction.losses(self.all_entries(), excess, order, keep))
         self.drop(gone, root=root)
         self.evictions += len(gone)
         return gone if self.nbytes + nbytes <= self.max_bytes else None
-
-
-def summary(store: DiskStore) -> list[dict[str, Any]]:
-    """What is stored, one row a root."""
-    return disk_index.summarize(store.all_entries(), store.all_roots())

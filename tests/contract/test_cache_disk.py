@@ -121,7 +121,7 @@ def test_a_conversation_that_does_not_fit_does_not_take_its_own_room(
 ):
     file, other = tmp_path / "agent.tar", tmp_path / "other"
     cache("export", "agent", file)
-    status, _, error = cache("import", file, "--gb", 100 / 2**30, disk=other)
+    status, _, error = cache("import", file, "--gb", 300 / 2**30, disk=other)
     assert status == 1 and "does not fit" in error
     found = cache("verify", disk=other)[1]
     assert found["entries"] == 1 and found["without_parent"] == []

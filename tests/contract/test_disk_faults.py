@@ -272,9 +272,11 @@ def test_a_hanging_disk_is_a_miss(start, monkeypatch, caplog):
     server = start("dense")
     monkeypatch.setattr(disk_tier, "READ_SECONDS", 0.05)
     hold = threading.Event()
-    real = server.store.read
+    real = server.store.read_sections
     monkeypatch.setattr(
-        server.store, "read", lambda entry: hold.wait(SECONDS) and real(entry)
+        server.store,
+        "read_sections",
+        lambda *which: hold.wait(SECONDS) and real(*which),
     )
     assert server.ask([1, 2, 3, 4, 5])[0] == 0
     assert server.tier.intake.timeouts == 1 and "does not answer" in caplog.text

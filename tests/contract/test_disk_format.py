@@ -1,4 +1,4 @@
-"""Files of segments: as they always were, plain safetensors, and made and read without a copy."""
+"""Files of segments: as this version has them, plain safetensors, and made and read without a copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from mlx_vlm_cacheplus.core import disk_arrays, disk_safetensors, disk_segment
+from mlx_vlm_cacheplus.core import (
+    disk_arrays,
+    disk_safetensors,
+    disk_sections,
+    disk_segment,
+)
 from mlx_vlm_cacheplus.core.disk_format import from_file, to_file
 from mlx_vlm_cacheplus.core.disk_safetensors import header_of, parse_header, read_head
 from mlx_vlm_cacheplus.core.disk_segment import (
@@ -30,18 +35,21 @@ PLAN = {
     "explicit": False,
     "content": {"list": [{"array": 0}, {"value": None}]},
 }
-# Tokens 2 to 5 of a path, as the first version of the format has them.
+# Tokens 2 to 5 of a path, as this version of the format has them.
 WRITTEN = (
-    b" \x02\x00\x00\x00\x00\x00\x00"
-    b'{"__metadata__":{"version":"1","path":"the path","row":"{\\"number\\": 1}",'
+    b"\xd0\x02\x00\x00\x00\x00\x00\x00"
+    b'{"__metadata__":{"version":"2","path":"the path","row":"{\\"number\\": 1}",'
     b'"start":"2","stop":"5","states":"[{\\"module\\": \\"mlx_vlm.models.cache\\", '
     b'\\"class\\": \\"ArraysCache\\", \\"explicit\\": false, \\"content\\": '
-    b'{\\"list\\": [{\\"array\\": 0}, {\\"value\\": null}]}}]","part":"drafter"},'
-    b'"state.0.0":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]},'
-    b'"kv.0.0":{"dtype":"BF16","shape":[1,2,3,1],"data_offsets":[4,16]},'
+    b'{\\"list\\": [{\\"array\\": 0}, {\\"value\\": null}]}}]","part":"drafter",'
+    b'"sections":"[[\\"kv\\", 12, \\"ef5cee1cdd95cf319b6f9446d76df033\\"], '
+    b'[\\"state\\", 4, \\"93057c542f432ef14d8249a3f8d1cdd1\\"], '
+    b'[\\"part\\", 4, \\"5faae96c1761049952f9ec7404956f3f\\"]]"},'
+    b'"kv.0.0":{"dtype":"BF16","shape":[1,2,3,1],"data_offsets":[0,12]},'
+    b'"state.0.0":{"dtype":"F32","shape":[1,1],"data_offsets":[12,16]},'
     b'"part.0.0":{"dtype":"U8","shape":[1,1,3,1],"data_offsets":[16,19]},'
-    b'"part.pending":{"dtype":"I8","shape":[1,1,1],"data_offsets":[19,20]}}  '
-    b"\x00\x00\xe0@\x00\x00\x01\x00\x08\x00\x02\x00\x03\x00\t\x00\x01\x02\x03\x05"
+    b'"part.pending":{"dtype":"I8","shape":[1,1,1],"data_offsets":[19,20]}}   '
+    b"\x00\x00\x01\x00\x08\x00\x02\x00\x03\x00\t\x00\x00\x00\xe0@\x01\x02\x03\x05"
 )
 
 
@@ -75,7 +83,7 @@ def written(parts, path="the path", row='{"number": 1}'):
     return out
 
 
-def test_files_are_written_as_they_always_were():
+def test_files_are_written_as_this_version_has_them():
     assert written(segments()) == WRITTEN
 
 
@@ -115,7 +123,7 @@ def test_what_the_library_writes_is_read():
 
 
 def test_another_version_is_no_segment():
-    other = WRITTEN.replace(b'"version":"1"', b'"version":"9"')
+    other = WRITTEN.replace(b'"version":"2"', b'"version":"9"')
     with pytest.raises(ValueError, match="version 9"):
         from_file(memoryview(other))
 
@@ -162,7 +170,8 @@ def test_what_has_no_header(content):
     "array", [spec(dtype="F8"), spec(shape=(7,)), spec(dtype="F32", shape=(1,))]
 )
 def test_arrays_that_are_none(array):
-    metadata = {"version": "1", "start": "0", "stop": "1", "path": "", "row": "{}"}
+    sections = json.dumps([["a", 8, ""]])
+    metadata = {"version": "2", "start": "0", "stop": "1", "sections": sections}
     content = with_header({"__metadata__": metadata, **array})
     assert header_of(content).metadata == metadata
     with pytest.raises(ValueError):
@@ -226,7 +235,7 @@ def test_both_tables_of_types_have_the_same_names():
 
 def test_host_memory_knows_no_arrays():
     """What other threads hold and write cannot touch an array by mistake."""
-    for module in (disk_segment, disk_safetensors):
+    for module in (disk_segment, disk_safetensors, disk_sections):
         tree = ast.parse(inspect.getsource(module))
         names = [
             getattr(node, "module", None) or node.names[0].name
@@ -236,5 +245,6 @@ def test_host_memory_knows_no_arrays():
         assert names and not any(name.startswith("mlx") for name in names)
 
 
-def test_doctest():
-    assert doctest.testmod(disk_safetensors).failed == 0
+@pytest.mark.parametrize("module", [disk_safetensors, disk_sections])
+def test_doctest(module):
+    assert doctest.testmod(module).failed == 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sqlite3
 
 import pytest
+import xxhash
 
-from mlx_vlm_cacheplus.core.disk_index import INDEX
+from mlx_vlm_cacheplus.core.disk_folder import ENTRIES
+from mlx_vlm_cacheplus.core.disk_index import INDEX, SCHEMA
 from mlx_vlm_cacheplus.core.disk_store import DiskStore
-from tests.contract.test_disk_store import folder, put, store
+from tests.contract.test_disk_store import file_of, folder, put, store
 
 __all__ = ["folder", "store"]
 
@@ -51,6 +53,8 @@ def overwrite(old, new):
         damage("UPDATE entries SET parent = number"),
         damage("UPDATE entries SET parent = number + 1"),
         damage("UPDATE entries SET nbytes = 1.5"),
+        damage("UPDATE entries SET kv_nbytes = nbytes + 1"),
+        damage("UPDATE entries SET state_nbytes = -1"),
         damage("UPDATE entries SET ids = x'01'"),
         damage("UPDATE entries SET number = -number"),
     ],
@@ -70,7 +74,7 @@ def test_an_index_with_a_lie_is_opened_and_written(folder, change):
         store.drop_spoiled(entry)
     store.all_roots()
     for token in range(10, 60):
-        store.make_room(68)
+        store.make_room(250)
         put(store, store.root("weights", 0, "layout"), [token])
     store.close()
 
@@ -104,3 +108,20 @@ def test_a_reply_that_was_changed_is_none(store):
             "UPDATE replies SET content = ? WHERE key = ?", (changed, b"key")
         )
     assert store.replies("owner") == [b"tokens"]
+
+
+def test_a_folder_of_an_older_version_is_begun_anew(folder):
+    """Its index has other columns, and the checksum of its files was of all of them."""
+    store = DiskStore(folder)
+    store.open()
+    store.close()
+    damage("DROP TABLE entries")(folder)
+    damage(f"PRAGMA user_version = {SCHEMA - 1}")(folder)
+    content = b"".join(file_of(b"keys and values"))
+    name = xxhash.xxh3_128_hexdigest(content)
+    (folder / ENTRIES / name).write_bytes(content)
+    store.open()
+    assert store.is_writer and store.entries == 0
+    assert store.sweep() == 1 and list(store.folder.names()) == []
+    put(store, store.root("weights", 0, "layout"), [1])
+    store.close()

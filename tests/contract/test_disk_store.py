@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from mlx_vlm_cacheplus.core import disk_folder
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES, SPOILED, TEMPORARY, Refused
 from mlx_vlm_cacheplus.core.disk_index import COMPANION, INDEX, SPAN, STATE, New, pack
+from mlx_vlm_cacheplus.core.disk_safetensors import Array, head_of
+from mlx_vlm_cacheplus.core.disk_sections import digest, pack_head
 from mlx_vlm_cacheplus.core.disk_store import DiskStore, Spoiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +44,22 @@ def content(ids, size=64):
     return bytes(i % 251 for i in ids) * (1 + size // max(1, len(ids)))
 
 
+def file_of(body, **others):
+    """A file's content: keys and values that are these bytes, and other sections."""
+    bodies = {"kv": body, **others}
+    arrays = {f"{name}.0": Array("U8", (len(b),), len(b)) for name, b in bodies.items()}
+    digests = {name: digest([b]) for name, b in bodies.items()}
+    return [pack_head(arrays, digests, {}), *bodies.values()]
+
+
+def body_of(store, entry):
+    """All sections of an entry."""
+    found = store.read(entry)
+    return bytes(found[len(head_of(found)) :])
+
+
 def put(store, root, ids, parent=0, start=0, kind=SPAN, **more):
-    body = more.pop("body", content(ids or [1]))
+    chunks = file_of(more.pop("body", content(ids or [1])), **more.pop("others", {}))
     new = New(
         store.reserve(),
         root,
@@ -53,8 +68,8 @@ def put(store, root, ids, parent=0, start=0, kind=SPAN, **more):
         start,
         more.pop("stop", start + len(ids)),
         ids,
-        [body],
-        len(body),
+        chunks,
+        sum(map(len, chunks)),
         **more,
     )
     (entry,) = store.add([new])
@@ -76,7 +91,7 @@ def test_a_path_is_found_through_its_spans(store):
     ]
     assert store.walk(root, [2]) == []
     assert store.ids_of(aside) == [9, 9]
-    assert store.read(reply) == content([5, 6])
+    assert body_of(store, reply) == content([5, 6])
 
 
 def test_roots_have_nothing_in_common(store):
@@ -182,7 +197,7 @@ def test_one_writer(folder, store):
     second = DiskStore(folder)
     second.open()
     assert not second.is_writer
-    assert second.read(second.walk(root, [1, 2])[0][0]) == content([1, 2])
+    assert body_of(second, second.walk(root, [1, 2])[0][0]) == content([1, 2])
     for write in (
         lambda: put(second, root, [3]),
         lambda: second.touch([entry.number]),
@@ -203,10 +218,11 @@ def test_what_dead_writers_left_goes_and_nothing_else(folder, store):
     entry = put(store, root, [1, 2])
     (folder / ENTRIES / ("dead" + TEMPORARY)).write_bytes(b"half")
     (folder / ENTRIES / "unknown").write_bytes(b"whole, and in no index")
-    nameless = xxhash.xxh3_128_hexdigest(b"its checksum is right")
-    (folder / ENTRIES / nameless).write_bytes(b"its checksum is right")
+    nameless = file_of(b"its checksum is right")
+    name = digest(nameless[:1]).hex()
+    (folder / ENTRIES / name).write_bytes(b"".join(nameless))
     assert store.sweep() == 3
-    assert store.read(entry) == content([1, 2])
+    assert body_of(store, entry) == content([1, 2])
     assert list(store.folder.names()) == [entry.name]
 
 
@@ -305,34 +321,34 @@ def test_spoiled_files_do_not_pile_up(store):
 
 
 def test_the_cap(folder):
-    store = DiskStore(folder, max_bytes=1000)
+    store = DiskStore(folder, max_bytes=100_000)
     store.open()
     root = store.root("weights", 0, "layout")
-    first = put(store, root, [1], body=bytes(300))
-    leaf = put(store, root, [2], first.number, 1, body=bytes(300))
-    other = put(store, root, [7], body=bytes(300))
+    first = put(store, root, [1], body=bytes(28_000))
+    leaf = put(store, root, [2], first.number, 1, body=bytes(28_000))
+    other = put(store, root, [7], body=bytes(28_000))
     store.touch([first.number, leaf.number])
-    assert store.make_room(50) == []
-    assert store.make_room(1001) is None, "it would never fit"
+    assert store.make_room(5_000) == []
+    assert store.make_room(100_001) is None, "it would never fit"
     assert store.entries == 3, "and nobody goes for it"
-    assert store.make_room(300) == [other]
+    assert store.make_room(30_000) == [other]
     assert [e.number for e, _ in store.walk(root, [1, 2])] == [
         first.number,
         leaf.number,
     ]
-    assert [e.number for e in store.make_room(900)] == [leaf.number, first.number]
+    assert [e.number for e in store.make_room(90_000)] == [leaf.number, first.number]
     assert list(store.folder.names()) == [] and store.nbytes == 0
     store.close()
 
 
 def test_a_root_outlives_the_room_that_is_made_for_it(folder):
     """Nothing of it is there yet, and what goes takes the roots that have nothing left."""
-    store = DiskStore(folder, max_bytes=1000)
+    store = DiskStore(folder, max_bytes=100_000)
     store.open()
-    put(store, store.root("others", 0, "layout"), [1], body=bytes(900))
+    put(store, store.root("others", 0, "layout"), [1], body=bytes(90_000))
     mine = store.root("weights", 0, "layout")
-    assert len(store.make_room(500, root=mine)) == 1
-    entry = put(store, mine, [1, 2], body=bytes(500))
+    assert len(store.make_room(50_000, root=mine)) == 1
+    entry = put(store, mine, [1, 2], body=bytes(50_000))
     assert store.roots("weights", 0) == [(mine, "layout")]
     assert store.roots("others", 0) == []
     assert store.walk(store.root("weights", 0, "layout"), [1, 2]) == [(entry, 2)]
@@ -341,17 +357,17 @@ def test_a_root_outlives_the_room_that_is_made_for_it(folder):
 
 
 def test_whoever_evicts_says_the_order(folder):
-    store = DiskStore(folder, max_bytes=1000)
+    store = DiskStore(folder, max_bytes=100_000)
     store.open()
     root = store.root("weights", 0, "layout")
-    entries = [put(store, root, [token], body=bytes(300)) for token in (1, 2, 3)]
-    child = put(store, root, [4], entries[2].number, 1, body=bytes(50))
+    entries = [put(store, root, [token], body=bytes(28_000)) for token in (1, 2, 3)]
+    child = put(store, root, [4], entries[2].number, 1, body=bytes(5_000))
 
     def order(found):
         # A parent that is named before its child stays.
         return [entries[2].number, entries[1].number, entries[0].number]
 
-    assert store.make_room(300, order) == [entries[1]]
+    assert store.make_room(30_000, order) == [entries[1]]
     assert set(store.folder.names()) == {
         entries[0].name,
         entries[2].name,
@@ -388,13 +404,14 @@ def test_a_large_folder_is_opened_without_reading_it(folder, store, monkeypatch)
     root = store.root("weights", 0, "layout")
     rows = [
         (root, 0, SPAN, 0, 1, n, pack([n]), f"{n:032x}", 10, b"", 0, "", n, "", "", n)
+        + (5, 0, 0)
         for n in range(100_000)
     ]
     with store._writing as writer:
         writer.executemany(
             "INSERT INTO entries (root, parent, kind, start, stop, first, ids, name, "
-            "nbytes, checksum, has_state, companion, last_use, turns, session, born) "
-            f"VALUES ({', '.join('?' * 16)})",
+            "nbytes, checksum, has_state, companion, last_use, turns, session, born, "
+            f"kv_nbytes, state_nbytes, part_nbytes) VALUES ({', '.join('?' * 19)})",
             rows,
         )
     store.close()
@@ -419,6 +436,7 @@ import sys
 from pathlib import Path
 from mlx_vlm_cacheplus.core.disk_index import New
 from mlx_vlm_cacheplus.core.disk_store import DiskStore
+from tests.contract.test_disk_store import file_of
 store = DiskStore(Path(sys.argv[1]))
 store.open()
 assert store.is_writer
@@ -426,8 +444,9 @@ store.sweep()
 root = store.root("weights", 0, "layout")
 begin = store.entries
 for n in range(begin, begin + 10_000):
-    body = [bytes([n % 251]) * 50_000] * 4
-    store.add([New(store.reserve(), root, 0, 0, 0, 1, [n], body, 200_000)])
+    body = file_of(bytes([n % 251]) * 50_000, state=bytes([n % 251]) * 150_000)
+    new = New(store.reserve(), root, 0, 0, 0, 1, [n], body, sum(map(len, body)))
+    store.add([new])
     print(n, flush=True)
 """
 
@@ -460,7 +479,7 @@ def test_killed_at_random_points(folder, kills):
         assert store.entries >= reported
         for n in range(store.entries):
             ((entry, _),) = store.walk(root, [n])
-            assert bytes(store.read(entry)) == bytes([n % 251]) * 200_000
+            assert body_of(store, entry) == bytes([n % 251]) * 200_000
         store.sweep()
         assert len(list(store.folder.names())) == store.entries
         store.close()
