@@ -13,7 +13,7 @@ marker of its own and sends back what the server wrote; each starts some time af
     plus + drafter, joined    --cacheplus-draft-merge always
 
 The order of the sides alternates between rounds.  Ratios are given where the lengths of all prompts and the texts of
-all replies are equal; *prefilled* says how much of the prompts each side computed.
+all replies are equal, else what was asked and written; *prefilled* says how much of the prompts each side computed.
 """
 
 from __future__ import annotations
@@ -97,6 +97,14 @@ class Played:
         return sum(row.generated for row in self.rows) / self.seconds
 
     @property
+    def prompt(self) -> float:
+        return sum(row.prompt for row in self.rows)
+
+    @property
+    def written(self) -> float:
+        return sum(row.generated for row in self.rows)
+
+    @property
     def prefilled(self) -> float:
         return sum(row.prefilled for row in self.rows)
 
@@ -142,7 +150,9 @@ def rows_of(model: str, rounds: Sequence[dict[str, Played]]) -> list[list[str]]:
             for other in names[:2]
         ]
         rates = [played[name].rate for played in rounds]
-        figures = [f"{median(name, 'prefilled'):.0f}", f"{median(name, 'ttft'):.2f}"]
+        counts = ("prompt", "written", "prefilled")
+        figures = [f"{median(name, count):.0f}" for count in counts]
+        figures += [f"{median(name, 'ttft'):.2f}"]
         figures += [f"{median(name, 'worst'):.2f}", *ratios[:2]]
         figures += [f"{median(name, 'rate'):.1f}"]
         figures += [f"{min(rates):.1f} to {max(rates):.1f}", *ratios[2:]]
@@ -150,7 +160,8 @@ def rows_of(model: str, rounds: Sequence[dict[str, Played]]) -> list[list[str]]:
     return out
 
 
-HEADS = ["model", "side", "prefilled", "mean TTFT, s", "worst TTFT, s"]
+HEADS = ["model", "side", "asked", "written", "prefilled", "mean TTFT, s"]
+HEADS += ["worst TTFT, s"]
 HEADS += ["of stock + drafter", "of the same with cache", "tok/s of all", "range"]
 HEADS += ["of stock + drafter", "of the same with cache"]
 
