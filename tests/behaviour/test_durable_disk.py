@@ -120,6 +120,7 @@ def test_drafts_are_accepted_as_without_a_restart(make_server, folder, model, dr
     server = make_server(model, disk=folder, draft_model=drafter)
     warm = said(server, 3)
     written(server)
+    assert files(folder), "else nothing could come back from there"
     server.post(SESSIONS + "/reset", {"scope": "all"})
     assert said(server, 3, between=lambda: restart(server)) == warm
 
@@ -186,6 +187,7 @@ def test_c26_what_other_weights_made_is_not_used(make_server, folder, tmp_path, 
     prompt = record_prompt(seed=3, n_records=6).messages
     first = server.chat(prompt, max_tokens=4)
     written(server)
+    assert files(folder), "else there is nothing that could be used"
     other = shutil.copytree(model_dir("dense"), tmp_path / "other")
     if how == "replaced":
         other_weights(own / "model.safetensors")
@@ -232,7 +234,9 @@ def test_no_request_waits_for_a_write(make_server, folder, monkeypatch):
     assert [(r.ids, len(r.forwards)) for r in replies] == want
     server.wait_idle()
     stats = statistics(server)
-    assert 0 < stats["disk_pending_bytes"] <= stats["disk_queue_max_bytes"]
+    assert (
+        0 < stats.get("disk_pending_bytes", 0) <= stats.get("disk_queue_max_bytes", 0)
+    )
     answer.set()
     restart(server)
     assert talk(server, 3)[-1].ids == want[-1][0]
@@ -303,7 +307,7 @@ def test_c52_spoiled_files_are_read_anew(make_server, folder):
     again = talk(server, 2)
     assert [r.ids for r in again] == [r.ids for r in replies]
     assert again[0].cached_tokens == 0
-    assert statistics(server)["disk_spoiled_entries"] >= 1
+    assert statistics(server).get("disk_spoiled_entries", 0) >= 1
 
 
 def test_c78_scopes_of_a_reset(make_server, folder):
