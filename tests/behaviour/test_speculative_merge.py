@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +12,7 @@ from tests.behaviour.test_speculative_turns import (
     alone,
     asked,
     assert_nothing_is_left,
+    cancelled_beside,
 )
 from tests.fakes.models import DRAFTERS, record_prompt
 from tests.fakes.oracle import make_drafter
@@ -181,19 +181,7 @@ def test_sampled_rows_draw_as_alone(make_server, name):
 
 
 def test_a_cancelled_row_leaves_the_others(server):
-    long, other = asked(LONG, 96), asked(MIDDLE, 40)
-    wants = alone(server, long, other)
-    record = server.expect_held(
-        None, at=4, until=lambda: server.generator.requests.qsize() > 0
-    )
-    with ThreadPoolExecutor(2) as pool, Timeline() as line:
-        running = pool.submit(server.chat, record=record, **long)
-        assert record.held.wait(20)
-        part = server.cancel(MIDDLE, after=9, max_tokens=40)
-        reply = running.result(30)
-    assert reply.ids == wants[0].ids
-    assert part.ids == wants[1].ids[: len(part.ids)]
-    assert len(part.ids) < len(wants[1].ids)
+    reply, _, line, _ = cancelled_beside(server, after=9)
     steps = rounds(line)
     assert max(map(len, steps)) == 2 and steps[-1] == (reply.record.uid,)
     assert leases(server.manager) == 0

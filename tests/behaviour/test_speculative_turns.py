@@ -126,7 +126,11 @@ def test_two_that_arrive_together_make_one_batch(server):
     assert min(line.rounds_of(others[0])) < max(line.rounds_of(first))
 
 
-def test_a_cancelled_row_leaves_the_others_alone(server):
+def cancelled_beside(server, after):
+    """A client hangs up on a second reply after so many events of it, while a first one is written.
+
+    Returns the first reply, what the second one said, the timeline, and the first reply alone; both have the tokens that they have alone.
+    """
     long, other = asked(LONG, 96), asked(MIDDLE, 40)
     wants = alone(server, long, other)
     record = server.expect_held(
@@ -135,11 +139,17 @@ def test_a_cancelled_row_leaves_the_others_alone(server):
     with ThreadPoolExecutor(2) as pool, Timeline() as line:
         running = pool.submit(server.chat, record=record, **long)
         assert record.held.wait(20)
-        part = server.cancel(MIDDLE, after=6, max_tokens=40)
+        part = server.cancel(MIDDLE, after=after, max_tokens=40)
         reply = running.result(30)
-    assert_same(reply, wants[0])
+    assert reply.ids == wants[0].ids
     assert part.ids == wants[1].ids[: len(part.ids)]
     assert len(part.ids) < len(wants[1].ids)
+    return reply, part, line, wants[0]
+
+
+def test_a_cancelled_row_leaves_the_others_alone(server):
+    reply, part, line, want = cancelled_beside(server, after=6)
+    assert_same(reply, want)
     rounds = line.rounds_of(part.record.uid)
     assert min(rounds) < max(rounds) < max(line.rounds_of(reply.record.uid))
     assert leases(server.manager) == 0

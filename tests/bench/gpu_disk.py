@@ -52,7 +52,7 @@ from tests.bench.gpu_asking import HTTP, SMALL, note
 from tests.bench.gpu_disk_report import COLD, DISK, SIDES, report
 from tests.bench.gpu_disk_server import TWIN
 from tests.bench.gpu_inputs import DENSE, HYBRID, Plan, make_plan
-from tests.bench.gpu_pairs import EACH, Pair, Seat
+from tests.bench.gpu_pairs import EACH, Pair, Seat, started
 from tests.bench.gpu_run import SwitchServer
 from tests.bench.gpu_sides import FIRST, SHORT
 from tests.bench.gpu_tables import PLUS, join_seen
@@ -321,17 +321,12 @@ def measure(options: argparse.Namespace, work: Path) -> bool:
     """All shapes and parts; whether all went well."""
     end = time.monotonic() + options.seconds
     pairs = [DiskPair(options, shape, work) for shape in options.shapes.split(",")]
-    fine, ready = True, []
     # Servers end before the pool does, so that an end from outside waits for none.
     with ThreadPoolExecutor(len(pairs)) as pool, ExitStack() as stack:
-        starts = [pool.submit(pair.start, stack) for pair in pairs]
-        for pair, start in zip(pairs, starts, strict=True):
-            try:
-                start.result()
-                ready.append(pair)
-            except Exception:
-                fine = False
-                traceback.print_exc()
+        ready = started(pairs, stack, pool)
+        fine = len(ready) == len(pairs)
+        for pair in pairs:
+            if pair not in ready:
                 keep_logs(pair)
         jobs = [(part, pair) for part in PARTS[options.part] for pair in ready]
         for number, (part, pair) in enumerate(jobs):

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median, pstdev, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.bench import gpu_run
 from tests.bench.gpu_asking import SMALL, note
@@ -220,23 +220,33 @@ def ends(rows: Sequence[dict[str, Any]], other: str, found: Estimate) -> list[st
     ]
 
 
+AnyPair = TypeVar("AnyPair", bound=Pair)
+
+
 # -- the run ---------------------------------------------------------------------------
+def started(
+    pairs: Sequence[AnyPair], stack: ExitStack, pool: ThreadPoolExecutor
+) -> list[AnyPair]:
+    """Start all at the same time; those that did, what the others met is printed."""
+    ready = []
+    starts = [pool.submit(pair.start, stack) for pair in pairs]
+    for pair, start in zip(pairs, starts, strict=True):
+        try:
+            start.result()
+            ready.append(pair)
+        except Exception:
+            traceback.print_exc()
+    return ready
+
+
 def measure(options: argparse.Namespace, work: Path) -> bool:
     """All shapes; whether all went well."""
     began = time.monotonic()
     shapes = options.shapes.split(",")
     pairs = [Pair(options, shape, work) for shape in shapes]
-    fine = True
     with ExitStack() as stack, ThreadPoolExecutor(len(pairs)) as pool:
-        starts = [pool.submit(pair.start, stack) for pair in pairs]
-        ready = []
-        for pair, start in zip(pairs, starts, strict=True):
-            try:
-                start.result()
-                ready.append(pair)
-            except Exception:
-                fine = False
-                traceback.print_exc()
+        ready = started(pairs, stack, pool)
+        fine = len(ready) == len(pairs)
         for number, pair in enumerate(ready):
             # What is left of the time is shared by the shapes that wait.
             now = time.monotonic()

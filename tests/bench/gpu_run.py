@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -75,7 +76,7 @@ class Sides(Session):
         out["ticks"] = dict(zip(names, map(int, stat[1:9]), strict=True))
         wanted = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
         command = ["nvidia-smi", "-i", self.options.gpu or "0", "--format=csv,noheader"]
-        try:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(
                 [*command, wanted],
                 capture_output=True,
@@ -84,8 +85,6 @@ class Sides(Session):
                 check=False,
             )
             out["gpu"] = done.stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            pass
         return out
 
     def keep_log(self) -> None:
