@@ -80,7 +80,7 @@ class SpeculativeMerge(Change):
             return wrapper
 
         for module in ROUNDS:
-            patcher.set(module, CLAMPS, row_acceptance.rows_accept_alike)
+            patcher.set(module, CLAMPS, drafted_replies.rows_accept_alike)
             patcher.set(module, COMMIT, row_acceptance.commit_round)
         patcher.precede(
             AR, "BatchGenerator.next", lambda self, **_: core.join_batches(self)

@@ -139,7 +139,8 @@ def cut_at_row_ends(
         if end is not None:
             new_tokens[place] = new_tokens[place][:end]
             accepted[place] = min(accepted[place], end - 1)
-    if _rows_accept_alike(batch):
+    target = getattr(batch.model, "language_model", batch.model)
+    if rows_accept_alike(batch.draft_model, target):
         least = min(accepted)
         new_tokens = [tokens[: least + 1] for tokens in new_tokens]
         accepted = [least] * len(accepted)
@@ -148,11 +149,16 @@ def cut_at_row_ends(
     return accepted, new_tokens
 
 
-def _rows_accept_alike(batch: Any) -> bool:
-    """Whether target or drafter keep caches that cannot hold rows of unequal age."""
-    target = getattr(batch.model, "language_model", batch.model)
-    asked = _requires_uniform_batch_acceptance(batch.draft_model, target)
-    return asked and not batch.drafted.apart(batch)
+def rows_accept_alike(draft_model: Any, target: Any = None) -> bool:
+    """Whether the running round must be clamped to the row that accepts least.
+
+    Args:
+        draft_model, target: either may ask for it, because its caches cannot hold rows of
+            unequal age.
+    """
+    asked = _requires_uniform_batch_acceptance(draft_model, target)
+    batch = current_batch()
+    return bool(asked) and (batch is None or not batch.drafted.apart(batch))
 
 
 def _end_of_row(batch: Any, row: int, tokens: Sequence[int]) -> int | None:

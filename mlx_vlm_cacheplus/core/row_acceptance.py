@@ -25,9 +25,8 @@ from mlx_vlm.speculative.cache_state import (
     commit_speculative_round,
     rollback_speculative_cache,
 )
-from mlx_vlm.speculative.common import _requires_uniform_batch_acceptance
 
-from .drafted_replies import current_batch
+from .drafted_replies import rows_accept_alike
 from .ragged_cache import HoledKVCache
 
 CLAMP = "requires_uniform_batch_acceptance"
@@ -75,21 +74,6 @@ def without_holes(entries: Sequence[Any]) -> list[Any]:
     ]
 
 
-def rows_accept_alike(draft_model: Any, target: Any = None) -> bool:
-    """Whether the running round must be clamped to the row that accepts least.
-
-    Args:
-        draft_model, target: either may ask for it.
-    """
-    asked = _requires_uniform_batch_acceptance(draft_model, target)
-    return bool(asked) and not _running_round_keeps_rows()
-
-
-def _running_round_keeps_rows() -> bool:
-    batch = current_batch()
-    return batch is not None and bool(batch.drafted.apart(batch))
-
-
 def commit_round(
     model: Any, caches: Sequence[Any], state: Any, accepted: Any, block_size: int
 ) -> None:
@@ -104,7 +88,7 @@ def commit_round(
     """
     clamps = getattr(model, CLAMP, False)
     recorded = isinstance(state, SpeculativeCacheTransaction)
-    if clamps and not recorded and _running_round_keeps_rows():
+    if clamps and not recorded and not rows_accept_alike(None, model):
         rollback_speculative_cache(caches, state, accepted, block_size)
     else:
         commit_speculative_round(model, caches, state, accepted, block_size)

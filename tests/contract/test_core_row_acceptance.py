@@ -11,12 +11,11 @@ from mlx_vlm.speculative.cache_state import start_speculative_cache
 
 from mlx_vlm_cacheplus.core import drafted_replies, row_acceptance
 from mlx_vlm_cacheplus.core import speculative_merge as merge
-from mlx_vlm_cacheplus.core.drafted_replies import DraftedRows
+from mlx_vlm_cacheplus.core.drafted_replies import DraftedRows, rows_accept_alike
 from mlx_vlm_cacheplus.core.ragged_cache import HoledKVCache
 from mlx_vlm_cacheplus.core.row_acceptance import (
     commit_round,
     hold_holes,
-    rows_accept_alike,
     rows_keep_their_own,
     without_holes,
 )

@@ -76,10 +76,11 @@ ACCEPTANCE: list[AnyEdit] = [
         within="SpeculativeGenerationBatch._start_rounds",
     ),
     *(
-        before(
+        Edit(
             path,
-            "from .cache_state import",
-            "from ..generate.row_acceptance import commit_round, rows_accept_alike\n",
+            "from ..generate.drafted_replies import cut_at_row_ends\n",
+            "from ..generate.drafted_replies import cut_at_row_ends, rows_accept_alike\n"
+            "from ..generate.row_acceptance import commit_round\n",
         )
         for path in (MTP, EAGLE3, DFLASH)
     ),
