@@ -20,7 +20,7 @@ COMMIT = "commit_speculative_round"
 class SpeculativeMerge(Change):
     name = "speculative-merge"
     summary = (
-        "Speculative batches that run side by side become one, where that is asked for"
+        "Speculative batches that run side by side become one, where that is faster"
     )
     targets = (
         Target(AR, "BatchGenerator.next"),
@@ -41,9 +41,9 @@ class SpeculativeMerge(Change):
         Option(
             "--cacheplus-draft-merge",
             MODE,
-            "Speculative batches that run side by side become one: never (the default), auto (where their rounds were "
-            "measured to be faster so), or always (where it is possible).",
-            metavar="never|auto|always",
+            "Speculative batches that run side by side become one: auto (the default; unless their rounds were measured "
+            "to be slower so), never, or always (where it is possible).",
+            metavar="auto|never|always",
             check=check_mode,
         ),
     )

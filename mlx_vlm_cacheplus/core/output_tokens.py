@@ -189,6 +189,8 @@ def length_fault(prompt_cache: Sequence[Any], index: int, expected: int) -> str 
     """
     if not prompt_cache:
         return "the row has no cache"
+    # In one go, where each layer would wait for its own.
+    mx.eval([offset for entry in prompt_cache for offset in _offsets(entry)])
     known = [
         (layer, length)
         for layer, entry in enumerate(prompt_cache)
@@ -204,16 +206,23 @@ def length_fault(prompt_cache: Sequence[Any], index: int, expected: int) -> str 
 
 def _lengths(entry: Any, index: int) -> Iterator[int]:
     """Lengths that a layer's cache entry states for one row, in tokens."""
+    for offset in _offsets(entry):
+        if isinstance(offset, mx.array):
+            of_rows: Any = offset.tolist()
+            while isinstance(of_rows, list):
+                of_rows = of_rows[index if len(of_rows) > 1 else 0]
+            yield int(of_rows)
+        else:
+            yield int(offset)
+
+
+def _offsets(entry: Any) -> Iterator[Any]:
+    """What a layer's cache entry states as its length: of all rows, or of each."""
     children: tuple[Any, ...] = (
         entry if isinstance(entry, tuple) else tuple(getattr(entry, "caches", ()))
     )
     for child in children:
-        yield from _lengths(child, index)
+        yield from _offsets(child)
     offset = getattr(entry, "offset", None)
-    if children or offset is None or callable(offset):
-        return
-    if isinstance(offset, mx.array):
-        length: Any = offset.reshape(-1)[index if offset.size > 1 else 0].item()
-        yield int(length)
-    else:
-        yield int(offset)
+    if not children and offset is not None and not callable(offset):
+        yield offset

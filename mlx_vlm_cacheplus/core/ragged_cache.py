@@ -44,12 +44,16 @@ class HoledKVCache(BatchKVCache):
 
     @classmethod
     def of(cls, entry: BatchKVCache) -> HoledKVCache:
-        """A cache that goes on with the rows of ``entry``, which is not used again."""
+        """A cache that goes on with the rows of ``entry``, which is not used again.
+
+        Waits for the left padding of ``entry``, so that nobody has to later.
+        """
         cache = cls([0] * entry.batch_size)
         cache.__dict__.update(
             {name: value for name, value in vars(entry).items() if name in vars(cache)}
         )
         cache.left_padding = entry.left_padding
+        cache._paddings()
         return cache
 
     def plain(self) -> BatchKVCache:
@@ -80,6 +84,17 @@ class HoledKVCache(BatchKVCache):
     @left_padding.setter
     def left_padding(self, padding: mx.array) -> None:
         self._padding = padding
+        self._known: list[int] | None = None
+
+    def _paddings(self) -> list[int]:
+        """Columns before each row's first, on the host."""
+        if self._known is None:
+            columns: Any = self._padding.tolist()
+            self._known = list(columns)
+        return self._known
+
+    def _pad(self, columns: list[int]) -> None:
+        self._padding, self._known = mx.array(columns), columns
 
     def prepare(
         self,
@@ -157,16 +172,26 @@ class HoledKVCache(BatchKVCache):
             self.values[..., : self._idx, :], order, axis=2
         )
         self._idx -= min(counts)
-        self._padding = self._padding + mx.array(counts) - min(counts)
+        least = min(counts)
+        padded = zip(self._paddings(), counts, strict=True)
+        self._pad([padding + holes - least for padding, holes in padded])
         self._holes = [[] for _ in counts]
 
     def filter(self, batch_indices: mx.array) -> None:
+        """Keep these rows; as stock's, which waits for the device once a layer."""
         self.compact()
-        padding, self._right_padding = self._right_padding, None
-        super().filter(batch_indices)
-        self._holes = [[] for _ in range(self.batch_size)]
-        if padding is not None:
-            self._right_padding = mx.array(padding)[batch_indices].tolist()
+        rows: Any = batch_indices.tolist()
+        paddings = [self._paddings()[row] for row in rows]
+        least = min([*paddings, self._idx])
+        self._pad([padding - least for padding in paddings])
+        if self.keys is not None:
+            self.keys = self.keys[batch_indices][..., least:, :]
+            self.values = self.values[batch_indices][..., least:, :]
+        self._idx -= least
+        self.offset = self.offset[batch_indices]
+        self._holes = [[] for _ in rows]
+        if self._right_padding is not None:
+            self._right_padding = [self._right_padding[row] for row in rows]
 
     def extend(self, other: BatchKVCache) -> None:
         self.compact()
@@ -192,7 +217,7 @@ class HoledKVCache(BatchKVCache):
 
     @state.setter
     def state(self, state: tuple) -> None:
-        self.keys, self.values, self.offset, self._padding = state
+        self.keys, self.values, self.offset, self.left_padding = state
         self._idx = 0 if self.keys is None else self.keys.shape[2]
         self._holes = [[] for _ in range(self.batch_size)]
         self._right_padding = None

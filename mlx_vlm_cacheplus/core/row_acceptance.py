@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, BatchKVCache
 from mlx_vlm.speculative.cache_state import (
     SpeculativeCacheTransaction,
@@ -59,6 +60,9 @@ def hold_holes(entries: list[Any]) -> None:
     """
     kinds = (ArraysCache, BatchKVCache, HoledKVCache)
     if all(type(entry) in kinds and entry.batch_size > 1 for entry in entries):
+        # In one go, where each entry would wait for its own.
+        plain = [entry for entry in entries if type(entry) is BatchKVCache]
+        mx.eval([entry.left_padding for entry in plain])
         for place, entry in enumerate(entries):
             if type(entry) is BatchKVCache:
                 entries[place] = HoledKVCache.of(entry)

@@ -87,6 +87,9 @@ class QuantizedLayer:
         return ("quantized", int(entry.group_size), int(entry.bits))
 
 
+# Bytes of layers that are copied before a second copy of them is let go: each such wait
+# for the device is a stall of the rows that decode.
+AT_ONCE = 32 << 20
 SLICEABLE = {t: layer for layer in (DenseLayer, QuantizedLayer) for t in layer.types}
 STATE = ("state",)
 # An entry that holds nothing, as one that the model never writes to does; a fresh one
@@ -153,8 +156,8 @@ class Segment:
     def split(self, at: int) -> tuple[Segment, Segment]:
         """Cut after ``at`` tokens; the end state goes with the tail.
 
-        This segment gives its arrays up, layer by layer, so that no second copy of
-        the whole is ever held.  After a fault it is whole again.
+        This segment gives its arrays up, a few layers at a time, so that no second copy
+        of the whole is ever held.  After a fault it is whole again.
         """
         head: list[Arrays] = []
         tail: list[Arrays] = []
@@ -162,11 +165,12 @@ class Segment:
             (None, None) if self.companion is None else self.companion.split(at)
         )
         try:
-            for place, span in enumerate(self.spans):
-                head.append(cut(span, 0, at))
-                tail.append(cut(span, at, self.tokens))
-                mx.eval(head[-1], tail[-1])
-                self.spans[place] = ()
+            for places in _few_layers([_nbytes(span) for span in self.spans]):
+                for span in self.spans[places]:
+                    head.append(cut(span, 0, at))
+                    tail.append(cut(span, at, self.tokens))
+                mx.eval(head[places], tail[places])
+                _give_up(self.spans, places)
         except Exception:
             for place, parts in enumerate(zip(head, tail, strict=False)):
                 self.spans[place] = self.spans[place] or side_by_side(*parts)
@@ -179,17 +183,20 @@ class Segment:
     def join(self, tail: Segment) -> Segment:
         """This segment followed by ``tail``, whose end state remains.
 
-        Both give their arrays up, layer by layer, as in ``split``.
+        Both give their arrays up, a few layers at a time, as in ``split``.
         """
         spans: list[Arrays] = []
         companion = None
         if self.companion is not None and tail.companion is not None:
             companion = self.companion.join(tail.companion)
         try:
-            for place, parts in enumerate(zip(self.spans, tail.spans, strict=True)):
-                spans.append(side_by_side(*parts))
-                mx.eval(spans[-1])
-                self.spans[place] = tail.spans[place] = ()
+            both = zip(self.spans, tail.spans, strict=True)
+            for places in _few_layers([_nbytes(a) + _nbytes(b) for a, b in both]):
+                both = zip(self.spans[places], tail.spans[places], strict=True)
+                spans += [side_by_side(*parts) for parts in both]
+                mx.eval(spans[places])
+                _give_up(self.spans, places)
+                _give_up(tail.spans, places)
         except Exception:
             mine, end = self.tokens, self.tokens + tail.tokens
             for place, span in enumerate(spans):
@@ -218,6 +225,24 @@ class Segment:
         self._count()
 
 
+def _nbytes(span: Arrays) -> int:
+    return sum(a.nbytes for a in span)
+
+
+def _few_layers(sizes: Sequence[int]) -> Iterator[slice]:
+    """Places of layers, by their bytes, that are evaluated together."""
+    begin = size = 0
+    for place, of_layer in enumerate(sizes):
+        size += of_layer
+        if size >= AT_ONCE or place + 1 == len(sizes):
+            yield slice(begin, place + 1)
+            begin, size = place + 1, 0
+
+
+def _give_up(spans: list[Arrays], places: slice) -> None:
+    spans[places] = [()] * (places.stop - places.start)
+
+
 def capture_span(
     prompt_cache: Sequence[Any], row: int, start: int, stop: int
 ) -> list[Arrays]:
@@ -229,9 +254,11 @@ def capture_span(
         row: the row's place in the batch.
     """
     spans = []
-    for leaf in leaves(prompt_cache):
-        if _kind(leaf) in (STATE, EMPTY):
-            continue
+    held = [leaf for leaf in leaves(prompt_cache) if _kind(leaf) not in (STATE, EMPTY)]
+    # In one go, where each layer would wait for its own.
+    paddings = [getattr(leaf, "left_padding", None) for leaf in held]
+    mx.eval([padding for padding in paddings if padding is not None])
+    for leaf in held:
         first, last = _extent(leaf, row)
         if last - first < stop:
             raise ValueError(f"a layer holds {last - first} of {stop} tokens")
@@ -247,7 +274,8 @@ def _extent(leaf: Any, row: int) -> tuple[int, int]:
     padding = getattr(leaf, "left_padding", None)
     if padding is None:
         return 0, int(leaf.offset)
-    return int(padding[row].item()), int(leaf._idx)
+    of_rows: Any = padding.tolist()
+    return int(of_rows[row]), int(leaf._idx)
 
 
 def capture_states(prompt_cache: Sequence[Any], row: int) -> list[Any] | None:

@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 # its own in turns with theirs, or the same verify steps.
 ALONE, TURNS, MERGED = "alone", "turns", "merged"
 NOT_YET = "one of the batches had no round of its own yet"
+# Families of targets on which what joined rows say was compared with what each says
+# alone. Others join where that is asked for, not by themselves.
+TRIED = ("gemma4", "qwen3_5")
 
 
 def join_batches(generator: Any) -> None:
@@ -111,7 +114,20 @@ def _reason_apart(taker: Any, batch: Any) -> str | None:
     apart = _reason_sampled_apart(taker, batch)
     if apart is not None or mode() == "always":
         return apart
+    if not _tried(taker):
+        return f"joining was not tried on {type(taker.model).__module__}"
     return pace_of(taker).slower_together(len(taker), len(batch))
+
+
+def _tried(batch: Any) -> bool:
+    """Whether the target is of a family in ``TRIED``."""
+    target = getattr(batch.model, "language_model", batch.model)
+    modules = {name for kind in type(target).__mro__ for name in _parts(kind)}
+    return not modules.isdisjoint(TRIED)
+
+
+def _parts(kind: type) -> list[str]:
+    return kind.__module__.split(".")
 
 
 def _reason_alone(batch: Any) -> str | None:
@@ -224,7 +240,8 @@ def keep_rows_apart(batch: Any) -> None:
 
     Call before its round loop starts; its cache entries may become others.
     """
-    if mode() != "never" and takes_ragged_rows(batch.draft_model, batch.draft_kind):
+    joins = mode() == "always" or mode() == "auto" and _tried(batch)
+    if joins and takes_ragged_rows(batch.draft_model, batch.draft_kind):
         batch.drafted.apart = rows_keep_their_own
         batch.drafted.shown = without_holes
         hold_holes(batch.prompt_cache)

@@ -25,6 +25,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +36,7 @@ from mlx_vlm.speculative.common import speculative_stats_since
 
 from .batch_drafter import own_copy
 from .draft_priming import DraftPrimer
-
-# Tokens of one prefill chunk while others decode: they wait for it at every step.
-CHUNK_BESIDE_ROWS = 512
+from .prefill_pace import CHUNK_BESIDE_ROWS, PrefillPace, pace_of
 
 
 @dataclass
@@ -78,8 +77,13 @@ def take_turns(generator: Any, advance: Callable[[], tuple]) -> tuple:
         return advance()
     responses = _turns_of(generator, list(generator.speculative_batches))
     running = list(generator.speculative_batches)
-    with _beside_running_rows(generator):
+    pace = pace_of(generator.draft_model)
+    pace.rounds_ended(time.perf_counter(), sum(map(len, running)))
+    before = _read(generator)
+    with _beside_running_rows(generator, pace):
         prompt_responses, plain = advance()
+    batch, columns = _read(generator)
+    pace.chunk_read(columns - (before[1] if before[0] is batch else 0))
     new = [batch for batch in generator.speculative_batches if batch not in running]
     # A new batch's first turn emits what its prefill has sampled.
     return prompt_responses, [*responses, *plain, *_turns_of(generator, new)]
@@ -120,8 +124,14 @@ def _drop_ended(generator: Any) -> None:
     ]
 
 
+def _read(generator: Any) -> tuple[Any, int]:
+    """The prompt batch that is being read, and how far; one that has just ended is none."""
+    batch = generator._prompt_batch
+    return batch, getattr(batch, "_processed_prompt_columns", 0)
+
+
 @contextlib.contextmanager
-def _beside_running_rows(generator: Any) -> Iterator[None]:
+def _beside_running_rows(generator: Any, pace: PrefillPace) -> Iterator[None]:
     """Admit no more rows than there are places, and in smaller chunks while rows decode.
 
     A prompt keeps the chunks that it was admitted with.
@@ -129,10 +139,9 @@ def _beside_running_rows(generator: Any) -> Iterator[None]:
     kept = generator.completion_batch_size, generator.prefill_step_size
     rows = sum(len(batch) for batch in generator.speculative_batches)
     generator.completion_batch_size -= rows
-    if generator.prefill_step_size and (rows or len(generator._generation_batch)):
-        generator.prefill_step_size = min(
-            generator.prefill_step_size, CHUNK_BESIDE_ROWS
-        )
+    step = generator.prefill_step_size
+    if step and (rows or len(generator._generation_batch)):
+        generator.prefill_step_size = pace.chunk(min(step, CHUNK_BESIDE_ROWS), step)
     try:
         yield
     finally:

@@ -7,6 +7,9 @@ generation thread did since it was asked last:
     rounds    verify steps of speculative batches, and ``rows`` in them
     steps     steps of other batches, and ``step_rows`` in them
     chunks    forward passes of prompts
+
+With ``BENCH_PROFILE`` in its environment, a folder, it is told every few seconds where
+the generation thread was, and what each turn took: side, rows, columns, seconds.
 """
 
 from __future__ import annotations
@@ -14,12 +17,17 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.bench import gpu_server
+from tests.bench.device_profile import DeviceProfile
 from tests.bench.gpu_switch import Switch
+from tests.bench.thread_profile import Profiler
 
 MODE = "MLX_VLM_DRAFT_MERGE"
 # What ends a side's name: how the plugin puts speculative batches together.
@@ -41,6 +49,29 @@ class AgentsSwitch(Switch):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.batch: Any = None
+        self.took: list[tuple[str, str, int, int, float]] = []
+        self.folder = os.environ.get("BENCH_PROFILE")
+        self.device: DeviceProfile | None = None
+        if cuda := os.environ.get("BENCH_CUDA"):
+            self.device = DeviceProfile(Path(cuda), lambda: self.counts_of_all)
+        self.counts_of_all = 0
+
+    def between(self, generator: Any, active: bool) -> bool:
+        """As the base's; the first time, begin to watch this thread."""
+        if self.folder and self.generator is not generator:
+            profiler = Profiler(Path(self.folder), self._told)
+            profiler.watch(threading.get_ident())
+        return super().between(generator, active)
+
+    def _told(self) -> dict[str, Any]:
+        took, self.took = self.took, []
+        return {"side": self.side, "took": took}
+
+    def _note(self, what: str, batch: Any, rows: int, began: float) -> None:
+        if self.folder:
+            columns = _columns(batch)
+            seconds = round(time.perf_counter() - began, 4)
+            self.took.append((self.side, what, rows, columns, seconds))
 
     def _become(self, side: str) -> dict[str, Any]:
         base, mode = parted(side)
@@ -68,13 +99,21 @@ class AgentsSwitch(Switch):
     def _turn(self, original: Any) -> Any:
         def turn(batch: Any) -> Any:
             self.batch = batch
-            return original(batch)
+            rows = len(batch.uids)
+            if self.device is not None:
+                self.device.turn(f"{self.side}, rows {rows}")
+            began = time.perf_counter()
+            try:
+                return original(batch)
+            finally:
+                self._note("turn", batch, rows, began)
 
         return turn
 
     def _round(self, original: Any) -> Any:
         def record(*args: Any) -> None:
             self.counts["rounds"] += 1
+            self.counts_of_all += 1
             self.counts["rows"] += len(self.batch.uids)
             original(*args)
 
@@ -92,7 +131,11 @@ class AgentsSwitch(Switch):
     def _chunk(self, original: Any) -> Any:
         def chunk(batch: Any, *args: Any, **kwargs: Any) -> Any:
             self.counts["chunks"] += 1
-            return original(batch, *args, **kwargs)
+            rows, began = len(batch.uids), time.perf_counter()
+            try:
+                return original(batch, *args, **kwargs)
+            finally:
+                self._note(original.__name__, batch, rows, began)
 
         return chunk
 
@@ -100,6 +143,11 @@ class AgentsSwitch(Switch):
         """Counts since the last call."""
         out, self.counts = dict(self.counts), Counter()
         return out
+
+
+def _columns(batch: Any) -> int:
+    known = (getattr(entry, "_idx", 0) for entry in batch.prompt_cache or ())
+    return max((one for one in known if isinstance(one, int)), default=0)
 
 
 def main(words: list[str]) -> None:

@@ -9,9 +9,10 @@ import pytest
 from mlx_vlm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache
 from mlx_vlm.speculative.cache_state import start_speculative_cache
 
-from mlx_vlm_cacheplus.core import drafted_replies, row_acceptance
+from mlx_vlm_cacheplus.core import drafted_replies, row_acceptance, segments
 from mlx_vlm_cacheplus.core import speculative_merge as merge
 from mlx_vlm_cacheplus.core.drafted_replies import DraftedRows, rows_accept_alike
+from mlx_vlm_cacheplus.core.output_tokens import length_fault
 from mlx_vlm_cacheplus.core.ragged_cache import HoledKVCache
 from mlx_vlm_cacheplus.core.row_acceptance import (
     commit_round,
@@ -184,3 +185,24 @@ def test_only_where_batches_may_join(monkeypatch, mode, drafter, apart):
     merge.keep_rows_apart(batch)
     assert (batch.drafted.apart is row_acceptance.rows_keep_their_own) == apart
     assert (type(batch.prompt_cache[0]) is HoledKVCache) == apart
+
+
+def test_a_row_that_leaves_waits_for_no_layer_by_itself(monkeypatch):
+    """Each wait for a figure of one layer is a stall of all rows, as many as layers."""
+    layers = [verified() for _ in range(6)]
+    hold_holes(layers)
+    for layer in layers:
+        layer.prepare(right_padding=[2, 0])
+        layer.finalize()
+    waits = []
+    evaluate, item = mx.eval, mx.array.item
+    monkeypatch.setattr(mx, "eval", lambda *a: waits.append("eval") or evaluate(*a))
+    monkeypatch.setattr(mx.array, "item", lambda a: waits.append("item") or item(a))
+    for layer in layers:
+        layer.filter(mx.array([1]))
+    assert waits == [], "it is known on the host which rows begin where"
+    assert length_fault(layers, 0, len(tokens_of(1))) is None
+    assert length_fault(layers, 0, 3) is not None
+    segments.capture_span(layers, 0, 1, 4)
+    assert waits == ["eval"] * 3
+    assert [row_content(layer, 0) for layer in layers] == [tokens_of(1)] * 6

@@ -150,10 +150,17 @@ def primer(drafter, rows):
     return own
 
 
+def target_of(family):
+    """A target of a family of models, as far as its class says."""
+    module = f"mlx_vlm.models.{family}.language"
+    return type("LanguageModel", (), {"__module__": module})()
+
+
 class Batch:
     """A speculative batch between two rounds; its loop notes that it was closed."""
 
     draft_kind = "mtp"
+    model = target_of("qwen3_5")
     greedy_sampling = True
     token_dtype = mx.int32
     is_speculative = True
@@ -513,6 +520,32 @@ def test_measured_cost_decides(monkeypatch, mode, left):
     assert len(generator.speculative_batches) == left
     if mode == "auto":
         assert "were slower together" in b.draft_figures[10].batching_reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "family", "left"),
+    [
+        (None, "gemma4", 1),
+        (None, "laguna", 2),
+        (None, "lfm2", 2),
+        ("always", "lfm2", 1),
+        ("auto", "lfm2", 2),
+    ],
+)
+def test_by_themselves_join_families_that_were_tried(monkeypatch, mode, family, left):
+    monkeypatch.delenv(MODE, raising=False)
+    if mode is not None:
+        monkeypatch.setenv(MODE, mode)
+    a, b = (Batch(n, (5,), (1,), model=target_of(family)) for n in (0, 10))
+    for batch in (a, b):
+        batch.drafted.apart = batch.drafted.shown = None
+        core.keep_rows_apart(batch)
+        assert (batch.drafted.apart is None) == (left == 2)
+    generator = generator_of(a, b)
+    core.join_batches(generator)
+    assert len(generator.speculative_batches) == left
+    if left == 2:
+        assert "was not tried on" in b.draft_figures[10].batching_reason
 
 
 def test_one_batch_is_left_alone():

@@ -45,7 +45,8 @@ class Batch:
 
 def make(*batches, plain=(), **fields):
     generator = SimpleNamespace(
-        draft_model=object(),
+        draft_model=SimpleNamespace(),
+        _prompt_batch=None,
         completion_batch_size=32,
         prefill_step_size=STEP,
         _generation_batch=list(plain),
@@ -155,6 +156,27 @@ def test_places_and_chunks_beside_running_rows(batches, plain, step, chunk):
     with pytest.raises(RuntimeError):
         core.take_turns(generator, advance)
     assert (generator.completion_batch_size, generator.prefill_step_size) == (32, step)
+
+
+def test_a_chunk_grows_where_the_rows_gaps_stay_short(monkeypatch):
+    """A chunk that takes a tenth of a second, whatever its length."""
+    clock = iter(0.1 * number for number in range(99))
+    monkeypatch.setattr(core.time, "perf_counter", lambda: next(clock))
+    generator = make(Batch([], 1))
+    chunks = []
+
+    def advance():
+        batch = generator._prompt_batch
+        if batch is None or batch._processed_prompt_columns > 4000:
+            batch = SimpleNamespace(_processed_prompt_columns=0)
+            generator._prompt_batch = batch
+        chunks.append(generator.prefill_step_size)
+        batch._processed_prompt_columns += chunks[-1]
+        return [], []
+
+    for _ in range(9):
+        core.take_turns(generator, advance)
+    assert chunks == [512] * 2 + [1024] * 2 + [2048] * 5
 
 
 def test_a_row_is_removed_from_its_batch():

@@ -130,7 +130,8 @@ def test_a_stored_row_does_not_keep_its_batch_alive():
 
 
 @pytest.mark.parametrize("work", ["split", "join"])
-def test_neither_split_nor_join_holds_the_whole_twice(work):
+def test_neither_split_nor_join_holds_the_whole_twice(monkeypatch, work):
+    monkeypatch.setattr(segments, "AT_ONCE", 1 << 20)
     layout = Layout((Dense(heads=2, dim=128),) * 8)
     cache = SegmentCache(ROOM)
     ids = tuple(range(2000))
@@ -143,6 +144,23 @@ def test_neither_split_nor_join_holds_the_whole_twice(work):
     mx.reset_peak_memory()
     tree.split(node, 1000) if work == "split" else tree.join(node)
     assert mx.get_peak_memory() - before <= cache.nbytes / 4
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize(("at_once", "waits"), [(segments.AT_ONCE, 1), (1, 8)])
+def test_small_layers_are_split_and_joined_together(monkeypatch, at_once, waits):
+    """Each wait for the device is a stall of the rows that decode."""
+    monkeypatch.setattr(segments, "AT_ONCE", at_once)
+    layout = Layout((Dense(heads=2),) * 8)
+    cache = SegmentCache(ROOM)
+    commit(cache, layout, tuple(range(200)))
+    (tree,) = cache._trees.values()
+    (node,) = tree
+    done, evaluate = [], mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *a: done.append(a) or evaluate(*a))
+    tree.split(node, 100)
+    tree.join(node)
+    assert len(done) == 2 * waits
     cache.check_invariants()
 
 
@@ -299,9 +317,11 @@ def test_bytes_of_one_row_are_measured_without_padding_or_room():
 
 # -- faults -------------------------------------------------------------------------
 @pytest.mark.parametrize("work", ["split", "join"])
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("at_once", "layer"), [(1, 0), (1, 1), (1, 2), (segments.AT_ONCE, 0)]
+)
 def test_after_a_fault_in_a_split_or_join_the_segments_are_whole(
-    monkeypatch, work, layer
+    monkeypatch, work, at_once, layer
 ):
     layout = Layout((Dense(heads=2), Quantized(), Dense()))
     ids = tuple(range(10))
@@ -313,6 +333,7 @@ def test_after_a_fault_in_a_split_or_join_the_segments_are_whole(
         tree.split(node, 4)
     calls = []
     evaluate = mx.eval
+    monkeypatch.setattr(segments, "AT_ONCE", at_once)
 
     def failing(*arrays):
         calls.append(arrays)
