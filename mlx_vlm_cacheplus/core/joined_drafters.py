@@ -163,11 +163,9 @@ def _of_rows(entry: Any, places: Sequence[int]) -> Any:
     if type(entry) is KVCache:
         return BatchKVCache.merge([entry])
     rows = copy.copy(entry)
-    if type(rows) is HoledKVCache:
-        rows = rows.plain()
     if rows.batch_size != len(places):
         rows.filter(mx.array(list(places)))
-    return rows
+    return rows.plain() if type(rows) is HoledKVCache else rows
 
 
 def _segments(rows: LiveRows) -> list[mx.array]:

@@ -6,7 +6,8 @@ AR = "mlx_vlm/generate/ar.py"
 SERVER = "mlx_vlm/server/generation.py"
 
 CORE = {
-    "mlx_vlm_cacheplus/core/speculative_turns.py": "mlx_vlm/generate/speculative_turns.py"
+    "mlx_vlm_cacheplus/core/prefill_pace.py": "mlx_vlm/generate/prefill_pace.py",
+    "mlx_vlm_cacheplus/core/speculative_turns.py": "mlx_vlm/generate/speculative_turns.py",
 }
 
 EDITS: list[AnyEdit] = [
