@@ -31,6 +31,9 @@ from .ragged_cache import HoledKVCache
 JOINABLE = (BatchKVCache, HoledKVCache, ArraysCache)
 # What the sizes of the next blocks depend on.
 HISTORY = 32
+# Joined rows are padded to the longest.  Bytes of padding that nobody minds, and how many
+# times what the rows hold apart they may take where it is more.
+SMALL, MOST = 256 << 20, 1.5
 
 
 @dataclass
@@ -105,6 +108,30 @@ def reason_apart(batch: Any) -> str | None:
     if drafter._seed_token is None or getattr(drafter, "verified_hidden", None) is None:
         return f"{name} has no proposal ready"
     return None
+
+
+def reason_padded(entries: Sequence[Any], others: Sequence[Any]) -> str | None:
+    """Why rows of unequal length are not put side by side; None where they may be.
+
+    Args:
+        entries, others: what two batches hold of the target; nothing is waited for.
+    """
+    held = joined = 0
+    for pair in zip(entries, others, strict=True):
+        if any(getattr(entry, "keys", None) is None for entry in pair):
+            continue  # recurrent states are of one size, whatever was read
+        longest = max(entry._idx for entry in pair)
+        for entry in pair:
+            columns = entry.keys.shape[2]
+            of_column = (entry.keys.nbytes + entry.values.nbytes) // columns
+            held += of_column * entry._idx
+            joined += of_column * longest
+    if joined - held <= SMALL or joined <= MOST * held:
+        return None
+    return (
+        f"its rows are of unequal length: together they would take {joined >> 20} MiB"
+        f" in place of {held >> 20}"
+    )
 
 
 def is_assistant(batch: Any) -> bool:

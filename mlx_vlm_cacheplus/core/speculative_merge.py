@@ -40,6 +40,7 @@ from .joined_drafters import (
     join_drafters,
     joined_entries,
     reason_apart,
+    reason_padded,
     shown_of_target,
 )
 from .merge_pace import MODE, Pace, mode
@@ -116,7 +117,8 @@ def _reason_apart(taker: Any, batch: Any) -> str | None:
         return apart
     if not _tried(taker):
         return f"joining was not tried on {type(taker.model).__module__}"
-    return pace_of(taker).slower_together(len(taker), len(batch))
+    padded = reason_padded(taker.prompt_cache, batch.prompt_cache)
+    return padded or pace_of(taker).slower_together(len(taker), len(batch))
 
 
 def _tried(batch: Any) -> bool:

@@ -226,14 +226,16 @@ def test_no_more_rows_than_places(make_server, name):
 
 @pytest.mark.parametrize("name", ["hybrid-mtp", "dense-dflash"])
 def test_the_switch(make_server, name):
-    """Joined, apart and joined again."""
+    """Joined, apart and joined again; joined where nobody says, while nothing is known."""
     widest = []
-    for mode in ("always", "never", "always"):
-        settings = {**SETTINGS, "env": {**ENV, MODE: mode}}
+    for mode in ("always", "never", "always", ""):
+        env = {name: value for name, value in {**ENV, MODE: mode}.items() if value}
+        settings = {**SETTINGS, "env": env}
         server = make_server(DRAFTERS[name], draft_model=name, **settings)
+        server.generator.draft_model.__dict__.pop("merge_pace", None)
         server.clear_cache()
         widest.append(max(map(len, run(server, asked(LONG, 60), asked(MIDDLE, 40))[1])))
-    assert widest == [2, 1, 2]
+    assert widest == [2, 1, 2, 2]
 
 
 def come_and_go(server, requests):

@@ -9,8 +9,8 @@ marker of its own and sends back what the server wrote; each starts some time af
     stock + drafter           as it comes: without a prefix cache
     stock + drafter, cache    with stock's prefix cache in RAM
     stock, cache              the same without the drafter
-    plus + drafter, turns     --cacheplus; speculative batches take turns (the default)
-    plus + drafter, joined    --cacheplus-draft-merge always
+    plus + drafter, turns     --cacheplus --cacheplus-draft-merge never
+    plus + drafter            --cacheplus; speculative batches join unless that is slower
 
 The order of the sides alternates between rounds.  Ratios are given where the lengths of all prompts and the texts of
 all replies are equal, else what was asked and written; *prefilled* says how much of the prompts each side computed.
@@ -60,7 +60,7 @@ SIDES = (
     Side("stock + drafter, cache"),
     Side("stock, cache", drafts=False),
     Side("plus + drafter, turns", merge="never"),
-    Side("plus + drafter, joined", merge="always"),
+    Side("plus + drafter", merge="auto"),
 )
 
 

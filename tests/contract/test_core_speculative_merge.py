@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCache
 
+from mlx_vlm_cacheplus.core import joined_drafters
 from mlx_vlm_cacheplus.core import speculative_merge as core
 from mlx_vlm_cacheplus.core.draft_priming import DraftPrimer, PrimedRow
 from mlx_vlm_cacheplus.core.drafted_replies import DraftedRows
@@ -546,6 +547,25 @@ def test_by_themselves_join_families_that_were_tried(monkeypatch, mode, family, 
     assert len(generator.speculative_batches) == left
     if left == 2:
         assert "was not tried on" in b.draft_figures[10].batching_reason
+
+
+@pytest.mark.parametrize(
+    ("small", "lengths", "left"),
+    [(0, (200, 20), 2), (0, (200, 120), 1), (1 << 20, (200, 20), 1), (0, (20, 200), 2)],
+)
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_a_short_row_is_not_padded_to_a_long_one(
+    monkeypatch, mode, small, lengths, left
+):
+    """Padding takes memory, which no pace shows."""
+    monkeypatch.setattr(joined_drafters, "SMALL", small)
+    monkeypatch.setenv(MODE, mode)
+    a, b = (Batch(10 * n, (length,), (1,)) for n, length in enumerate(lengths))
+    generator = generator_of(a, b)
+    core.join_batches(generator)
+    assert len(generator.speculative_batches) == (1 if mode == "always" else left)
+    if mode == "auto" and left == 2:
+        assert "of unequal length" in b.draft_figures[10].batching_reason
 
 
 def test_one_batch_is_left_alone():
