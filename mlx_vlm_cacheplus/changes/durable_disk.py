@@ -218,10 +218,10 @@ def _apply_to_ends(patcher: Any, core: Any) -> None:
     def advance(original: Any) -> Any:
         def wrapper(self: Any, **kwargs: Any) -> Any:
             prompts, tokens = original(self, **kwargs)
-            for token in tokens if core.ends_wait(self.apc_manager) else ():
+            for token in tokens if core.ends_wait(self) else ():
                 reply = self.__dict__.get("replies_in_flight", {}).get(token.uid)
                 if reply is not None and token.finish_reason is not None:
-                    core.promise_end(self.apc_manager, reply["rqueue"])
+                    core.promise_end(self, reply["rqueue"])
             return prompts, tokens
 
         return wrapper

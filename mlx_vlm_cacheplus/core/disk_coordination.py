@@ -48,6 +48,10 @@ def tier_of(manager: Any) -> DiskTier | None:
     return getattr(manager, "disk_tier", None)
 
 
+def _tier_of_server(server: Any) -> DiskTier | None:
+    return tier_of(getattr(server, "apc_manager", None))
+
+
 # -- a model is loaded, and goes ---------------------------------------------------------
 def open_tier(server: Any) -> None:
     """Give the manager of a response generator its tier; call when the model is loaded.
@@ -218,25 +222,26 @@ async def flush_at_end(runtime: Any) -> None:
 
 def tick(server: Any) -> None:
     """Hand over what was noted; call between two steps of the generation thread."""
-    tier = tier_of(server.apc_manager)
+    tier = _tier_of_server(server)
     if tier is not None:
         tier.tick()
 
 
 # -- the end of a reply ------------------------------------------------------------------
-def ends_wait(manager: Any) -> bool:
+def ends_wait(server: Any) -> bool:
     """Whether ends of replies wait until these are written."""
-    tier = tier_of(manager)
+    tier = _tier_of_server(server)
     return tier is not None and tier.sync is not None
 
 
-def promise_end(manager: Any, queue: Any) -> None:
+def promise_end(server: Any, queue: Any) -> None:
     """Have the end of a reply wait; call when its row has ended, before it is told so.
 
     Args:
+        server: a response generator.
         queue: the reply's, which carries what is waited for to who reads it.
     """
-    tier = tier_of(manager)
+    tier = _tier_of_server(server)
     receipt = None if tier is None else tier.promise()
     if receipt is not None:
         queue.receipt = receipt

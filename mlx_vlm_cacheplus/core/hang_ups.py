@@ -37,8 +37,10 @@ class RowUid(int):
     rqueue: Any
 
     @classmethod
-    def of(cls, uid: int, rqueue: Any) -> RowUid:
-        """The uid of the row that answers on ``rqueue``."""
+    def of(cls, uid: Any, rqueue: Any) -> Any:
+        """The uid of the row that answers on ``rqueue``; what is no number, as it is."""
+        if not isinstance(uid, int):
+            return uid
         own = cls(uid)
         own.rqueue = rqueue
         return own

@@ -109,7 +109,7 @@ def note_sampling(batch_gen: Any, active: dict[int, dict]) -> None:
     Args:
         active: requests in flight by uid, each with its ``sampling``.
     """
-    if not batch_gen.has_pending_prompts:
+    if not getattr(batch_gen, "has_pending_prompts", False):
         return
     if not isinstance(batch_gen.sampler, RowSamplers):
         batch_gen.sampler = RowSamplers(batch_gen.sampler)

@@ -61,6 +61,11 @@ def hold(receipt, seconds=SECONDS):
     return receipt.written
 
 
+def of_tier(tier):
+    """A response generator whose storage has this tier."""
+    return SimpleNamespace(apc_manager=SimpleNamespace(disk_tier=tier))
+
+
 def counts(server):
     found = server.tier.statistics()
     return found["disk_synced_replies"], found["disk_unsynced_replies"]
@@ -70,8 +75,8 @@ def test_off_unless_it_is_asked_for(start):
     server = start("hybrid")
     assert end(server, *session(1)[0]) is None
     assert not [name for name in server.tier.statistics() if "sync" in name]
-    queue, manager = Queue(), SimpleNamespace(disk_tier=server.tier)
-    disk.promise_end(manager, queue)
+    queue = Queue()
+    disk.promise_end(of_tier(server.tier), queue)
     disk.promise_end(SimpleNamespace(), queue)
     assert not hasattr(queue, "receipt")
     disk.hold_end(queue)
@@ -253,7 +258,7 @@ def test_a_queue_carries_its_receipt_to_who_reads_it(start, monkeypatch):
     prompt, reply = session(1)[0]
     server.turn(prompt, reply)
     server.tier.sync.seconds, queue = SECONDS, Queue()
-    disk.promise_end(SimpleNamespace(disk_tier=server.tier), queue)
+    disk.promise_end(of_tier(server.tier), queue)
     receipt = weakref.ref(queue.receipt)
     gate.open.set()
     disk.hold_end(queue)
@@ -270,7 +275,7 @@ def test_a_reader_that_has_left_leaves_nothing_behind(start, monkeypatch):
     gate = Gate(monkeypatch)
     server.turn(*session(1)[0])
     queue = Queue()
-    disk.promise_end(SimpleNamespace(disk_tier=server.tier), queue)
+    disk.promise_end(of_tier(server.tier), queue)
     receipt = weakref.ref(queue.receipt)
     del queue
     gate.open.set()

@@ -123,7 +123,7 @@ EDITS: list[AnyEdit] = [
         SERVER,
         "            rqueue.put(\n                StreamingToken(\n",
         "            if r.finish_reason is not None:\n"
-        "                disk_coordination.promise_end(self.apc_manager, rqueue)\n",
+        "                disk_coordination.promise_end(self, rqueue)\n",
         within="ResponseGenerator._step_rows",
     ),
     after(
