@@ -55,7 +55,9 @@ ALONE, TURNS, MERGED = "alone", "turns", "merged"
 NOT_YET = "one of the batches had no round of its own yet"
 # Families of targets on which what joined rows say was compared with what each says
 # alone. Others join where that is asked for, not by themselves.
-TRIED = ("gemma4", "qwen3_5")
+TRIED = ("gemma4", "qwen3_5", "lfm2", "nemotron_h")
+# Families whose rows join nobody, also where that is asked for, and why.
+APART = {"laguna": "its target commits no rows that accept unequally"}
 
 
 def join_batches(generator: Any) -> None:
@@ -123,9 +125,19 @@ def _reason_apart(taker: Any, batch: Any) -> str | None:
 
 def _tried(batch: Any) -> bool:
     """Whether the target is of a family in ``TRIED``."""
+    return not _families(batch).isdisjoint(TRIED)
+
+
+def _reason_of_family(batch: Any) -> str | None:
+    """Why no batch of this target joins another; None if it can."""
+    families = _families(batch)
+    return next((APART[name] for name in APART if name in families), None)
+
+
+def _families(batch: Any) -> set[str]:
+    """The families of a target: its own, and those that it is derived from."""
     target = getattr(batch.model, "language_model", batch.model)
-    modules = {name for kind in type(target).__mro__ for name in _parts(kind)}
-    return not modules.isdisjoint(TRIED)
+    return {name for kind in type(target).__mro__ for name in _parts(kind)}
 
 
 def _parts(kind: type) -> list[str]:
@@ -140,6 +152,9 @@ def _reason_alone(batch: Any) -> str | None:
         return "its rounds are not known"
     if batch._rounds_iter is None or not batch.drafted.accepted:
         return NOT_YET
+    family = _reason_of_family(batch)
+    if family is not None:
+        return family
     for entry in batch.prompt_cache:
         if type(entry) not in JOINABLE:
             return f"{type(entry).__name__} takes no rows"
@@ -242,7 +257,8 @@ def keep_rows_apart(batch: Any) -> None:
 
     Call before its round loop starts; its cache entries may become others.
     """
-    joins = mode() == "always" or mode() == "auto" and _tried(batch)
+    asked = mode() == "always" or mode() == "auto" and _tried(batch)
+    joins = asked and _reason_of_family(batch) is None
     if joins and takes_ragged_rows(batch.draft_model, batch.draft_kind):
         batch.drafted.apart = rows_keep_their_own
         batch.drafted.shown = without_holes

@@ -527,10 +527,11 @@ def test_measured_cost_decides(monkeypatch, mode, left):
     ("mode", "family", "left"),
     [
         (None, "gemma4", 1),
-        (None, "laguna", 2),
-        (None, "lfm2", 2),
-        ("always", "lfm2", 1),
-        ("auto", "lfm2", 2),
+        (None, "lfm2", 1),
+        (None, "nemotron_h", 1),
+        (None, "inkling", 2),
+        ("always", "inkling", 1),
+        ("auto", "inkling", 2),
     ],
 )
 def test_by_themselves_join_families_that_were_tried(monkeypatch, mode, family, left):
@@ -566,6 +567,20 @@ def test_a_short_row_is_not_padded_to_a_long_one(
     assert len(generator.speculative_batches) == (1 if mode == "always" else left)
     if mode == "auto" and left == 2:
         assert "of unequal length" in b.draft_figures[10].batching_reason
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_families_that_cannot_keep_apart(monkeypatch, mode):
+    monkeypatch.setenv(MODE, mode)
+    a, b = (Batch(n, (5,), (1,), model=target_of("laguna")) for n in (0, 10))
+    for batch in (a, b):
+        batch.drafted.apart = None
+        core.keep_rows_apart(batch)
+        assert batch.drafted.apart is None
+    generator = generator_of(a, b)
+    core.join_batches(generator)
+    assert len(generator.speculative_batches) == 2
+    assert "accept unequally" in b.draft_figures[10].batching_reason
 
 
 def test_one_batch_is_left_alone():

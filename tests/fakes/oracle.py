@@ -27,11 +27,16 @@ def make_drafter(
     folder: Path, block_size: int = 4, seed: int = 7, kind: str = "mtp"
 ) -> str:
     """Write a drafter of one layer: MTP for the hybrid model, the others for the dense one."""
+    config = {**_config(kind), "block_size": block_size}
+    package = importlib.import_module(f"mlx_vlm.speculative.drafters.{PACKAGES[kind]}")
+    return write_drafter(folder, package, config, seed)
+
+
+def write_drafter(folder: Path, package: Any, config: dict[str, Any], seed: int) -> str:
+    """Write a drafter of a package of stock's with random weights."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_map
 
-    config = {**_config(kind), "block_size": block_size}
-    package = importlib.import_module(f"mlx_vlm.speculative.drafters.{PACKAGES[kind]}")
     with mx.stream(mx.cpu):
         mx.random.seed(seed)
         model = package.Model(package.ModelConfig.from_dict(config))
@@ -86,6 +91,10 @@ def _config(kind: str) -> dict[str, Any]:
     }
 
 
+# Tokens by which the oracle finds a row's place in a reply, where it did not see its start.
+KNOWN = 3
+
+
 class Oracle:
     """What the target will say, and what was made of it.
 
@@ -106,12 +115,23 @@ class Oracle:
 
     def propose(self, said: list[int], count: int) -> list[int]:
         """What a row that has said this will say next, with planted errors."""
-        plan = next((p for p in self.plans if p[: len(said)] == said), [])
-        tokens = (plan[len(said) :] + [0] * count)[:count]
+        tokens = (self._rest(said) + [0] * count)[:count]
         for i in range(count):
             if self.wrong_every and (len(said) + i) % self.wrong_every == 0:
                 tokens[i] = (tokens[i] + 1) % 600
         return tokens
+
+    def _rest(self, said: list[int]) -> list[int]:
+        for plan in self.plans:
+            if plan[: len(said)] == said:
+                return plan[len(said) :]
+        # A row whose batch took others is known from there on.
+        newest = said[-KNOWN:]
+        for plan in self.plans:
+            for end in range(len(newest), len(plan)):
+                if plan[end - len(newest) : end] == newest:
+                    return plan[end:]
+        return []
 
     @property
     def accepted(self) -> int:

@@ -64,15 +64,16 @@ def favour_words(model: nn.Module, tokenizer: Tokenizer) -> None:
     """Let an untrained model write only words that come back as the same tokens.
 
     Random replies are full of broken bytes and word parts, which no chat can send back
-    as they were. Small embeddings for everything but the value words keep those from
+    as they were. Small output vectors for everything but the value words keep those from
     winning; the end token is left in reach, so that some replies end by themselves.
     """
-    scale = [QUIET] * model.language_model.model.embed_tokens.weight.shape[0]
+    target = model.language_model
+    head = target.lm_head if "lm_head" in target else target.model.embed_tokens
+    scale = [QUIET] * head.weight.shape[0]
     for value in VALUES:
         scale[tokenizer.encode(f" {value}").ids[0]] = 1.0
     scale[tokenizer.token_to_id(END)] = END_SHARE
-    embedding = model.language_model.model.embed_tokens
-    embedding.weight = embedding.weight * mx.array(scale)[:, None]
+    head.weight = head.weight * mx.array(scale)[:, None]
 
 
 def save_model(
