@@ -249,6 +249,16 @@ def _complete_environment(words: list[str], selection: Selection) -> None:
     _process.demanded = frozenset(names.union(selection.names or ()))
 
 
+def _why_off(change: Change) -> str:
+    """Of a change that was not left out by name, but requires one that was."""
+    left_out = _process.selection.left_out if _process.selection else ()
+    if not left_out or change.name in left_out:
+        return ""
+    chosen = {one.name for one in _process.chosen}
+    lacking = [name for name in change.requires if name not in chosen]
+    return f"requires {', '.join(lacking)}"
+
+
 def _apply() -> None:
     """Check every chosen change, then apply them; build the report. Raises UsageError for a demanded one."""
     from .change import Report, State
@@ -283,7 +293,7 @@ def _check(change: Change, stock: StockTree, findings: dict[str, Finding]) -> Fi
     if change.name in _process.patcher.owners():
         return Finding(change.name, State.APPLIED)
     if change not in _process.chosen:
-        return Finding(change.name, State.OFF)
+        return Finding(change.name, State.OFF, _why_off(change))
     try:
         finding = checks.check_files(change, stock)
         if finding.state is State.READY:

@@ -62,19 +62,22 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Selection:
-    """Which changes are wanted. names None is all of them."""
+    """Which changes are wanted. names None is all of them, less those left_out."""
 
     on: bool
     names: tuple[str, ...] | None = None
     source: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def as_env(self) -> str:
-        return ",".join(self.names) if self.names is not None else "1"
+        if self.names is not None:
+            return ",".join(self.names)
+        return ",".join(f"-{name}" for name in self.left_out) or "1"
 
 
 def parse_names(text: str, source: str) -> Selection:
-    """'1', '0', or names with commas. Names are not looked up here."""
+    """'1', '0', names with commas, or names with a minus each. Names are not looked up here."""
     word = text.strip().lower()
     if word in OFF and text != "":
         return Selection(False, source=source)
@@ -85,7 +88,14 @@ def parse_names(text: str, source: str) -> Selection:
     )
     if not names:
         raise UsageError(f"{source} names no change: use {FLAG}, or {FLAG}=name,name")
-    return Selection(True, names, source)
+    left_out = tuple(name[1:] for name in names if name.startswith("-"))
+    if not left_out:
+        return Selection(True, names, source)
+    if len(left_out) < len(names):
+        raise UsageError(
+            f"{source} takes some changes and leaves out others: name those to take, or those to leave out (-name,-name)"
+        )
+    return Selection(True, None, source, left_out)
 
 
 def read_selection(
@@ -122,7 +132,7 @@ def add_options(
         default=None,
         metavar="NAME,NAME",
         help="Keep and reuse what the server has already read and written (mlx-vlm-cacheplus): all changes, or only the "
-        f"named ones. Turns the prefix cache on. Maps to {ENV}, where 0 always wins.",
+        f"named ones, or with {FLAG}=-NAME,-NAME all but these. Turns the prefix cache on. Maps to {ENV}, where 0 always wins.",
     )
     for option in options:
         text = f"{option.help} Maps to {option.env}."
@@ -180,13 +190,15 @@ def choose_changes(selection: Selection, changes: Sequence[Change]) -> list[Chan
     """The wanted changes and what they require, in the changes' order. Raises UsageError for an unknown name."""
     by_name = {change.name: change for change in changes}
     wanted = list(selection.names if selection.names is not None else by_name)
-    unknown = [name for name in wanted if name not in by_name]
+    unknown = [n for n in (*wanted, *selection.left_out) if n not in by_name]
     if unknown:
         known = ", ".join(by_name) or "none"
         word = "name" if len(unknown) == 1 else "names"
         raise UsageError(
             f"{selection.source}: unknown {word} {', '.join(map(repr, unknown))} (known: {known})"
         )
+    if selection.left_out:
+        return _without(selection.left_out, changes)
     chosen: set[str] = set()
     while wanted:
         name = wanted.pop()
@@ -196,6 +208,15 @@ def choose_changes(selection: Selection, changes: Sequence[Change]) -> list[Chan
                 required for required in by_name[name].requires if required in by_name
             )
     return [change for change in changes if change.name in chosen]
+
+
+def _without(names: Iterable[str], changes: Sequence[Change]) -> list[Change]:
+    """All changes but these and those that require one of them, which stand behind it."""
+    gone = set(names)
+    for change in changes:
+        if not gone.isdisjoint(change.requires):
+            gone.add(change.name)
+    return [change for change in changes if change.name not in gone]
 
 
 def check_prefix_cache(environ: Mapping[str, str], source: str) -> None:

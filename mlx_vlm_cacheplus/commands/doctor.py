@@ -80,7 +80,8 @@ def examine_changes() -> tuple[Report, Check]:
             else []
         )
         selection = Check("selection", "ok", _selection_text(wanted))
-        given = set(os.environ)
+        options = [option for change in changes for option in change.options]
+        given = settings.read_options((), options, dict(os.environ))
         for change in settings.promised_changes(changes, given):
             if wanted.on and change not in chosen:
                 selection = Check(
@@ -113,7 +114,9 @@ def examine_changes() -> tuple[Report, Check]:
 
 def _selection_text(wanted: Any) -> str:
     if wanted.on:
-        return f"{wanted.source}: {', '.join(wanted.names or ('all changes',))}"
+        named = wanted.names or ("all changes",)
+        less = f", less {', '.join(wanted.left_out)}" if wanted.left_out else ""
+        return f"{wanted.source}: {', '.join(named)}{less}"
     if wanted.source:
         return f"off ({wanted.source}); it wins over the flag"
     return f"nothing set: start the server with --cacheplus, or set {_startup.ENV}=1"

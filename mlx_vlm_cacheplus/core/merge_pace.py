@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 # How batches are put together: by measured cost, wherever they can be, or never.
 MODE = "MLX_VLM_DRAFT_MERGE"
@@ -18,9 +19,10 @@ MODES = ("auto", "always", "never")
 NEWEST = 0.2
 # What an older round of another width still counts, a round later.
 FADING = 0.97
-# A round may count as so many times the average: a pause is not the batch's cost.
-CEILING = 3.0
-# Rounds of so many rows before they count; the first ones may compile kernels.
+# The quickest of so many newest rounds is what a round costs: the first ones compile, and
+# others use the machine.
+QUICKEST_OF = 8
+# Rounds of so many rows before they count.
 ENOUGH = 6
 # Slower is what reaches no more than this share of the other way's pace; a smaller
 # difference is that of two measurements.
@@ -47,29 +49,32 @@ def check_mode(mode: str) -> str:
 
 @dataclass
 class Average:
-    """Moving averages over the rounds of one shape.
+    """The rounds of one shape.
 
     Attributes:
-        seconds: of a round; the first is not kept.
-        tokens: emitted in a round, by all rows.
+        tokens: emitted in a round by all rows, a moving average.
         rounds: how many were seen.
         weight: the same, of late.
+        times: what the newest took, in seconds.
     """
 
-    seconds: float = 0.0
     tokens: float = 0.0
     rounds: int = 0
     weight: float = 0.0
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=QUICKEST_OF))
+
+    @property
+    def seconds(self) -> float:
+        """What a round costs."""
+        return min(self.times)
 
     def add(self, seconds: float, tokens: int) -> None:
         """Enter one round."""
         self.rounds += 1
         self.weight += 1
-        if self.rounds <= 2:
-            self.seconds, self.tokens = seconds, float(tokens)
-            return
-        self.seconds += NEWEST * (min(seconds, CEILING * self.seconds) - self.seconds)
-        self.tokens += NEWEST * (tokens - self.tokens)
+        self.times.append(seconds)
+        share = 1.0 if self.rounds == 1 else NEWEST
+        self.tokens += share * (tokens - self.tokens)
 
 
 class Pace:
@@ -103,9 +108,11 @@ class Pace:
 
     def _round(self, rows: int) -> tuple[float, float] | None:
         """(seconds, tokens) of a round of so many rows; None before it was seen enough."""
-        widths = self.averages.get(rows, {}).values()
+        widths = list(self.averages.get(rows, {}).values())
         if sum(average.rounds for average in widths) < ENOUGH:
             return None
+        # The only round of a width may have been the one that compiled.
+        widths = [average for average in widths if average.rounds > 1] or widths
         weight = sum(average.weight for average in widths)
         seconds = sum(average.weight * average.seconds for average in widths)
         tokens = sum(average.weight * average.tokens for average in widths)

@@ -167,6 +167,8 @@ def _reason_sampled_apart(taker: Any, batch: Any) -> str | None:
     """Why one sampler cannot serve the rows of both."""
     if taker.greedy_sampling and batch.greedy_sampling:
         return None
+    if taker.greedy_sampling != batch.greedy_sampling:
+        return "the other rows are sampled differently"
     if taker.draft_kind == "eagle3" or not hasattr(taker.sampler, "sample_target"):
         return "its rows draw from one stream of random numbers"
     known = [sampling_of(one).get(uid) for one in (taker, batch) for uid in one.uids]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..core import merge_pace
 from .ledger import Ledger
 from .tracker import Tracker
 
@@ -59,6 +60,8 @@ def make_route(tracker: Tracker, server: Any) -> Any:
         settings = _or_empty(
             lambda: prefix_cache_settings(server.runtime.config.current())
         )
+        if report is not None and "speculative-merge" in report.applied:
+            settings["draft_merge"] = merge_pace.mode()
         return JSONResponse(build_report(tracker, last, changes, settings))
 
     return Route(PATH, cacheplus_report, methods=["GET"], include_in_schema=False)

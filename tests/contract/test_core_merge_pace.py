@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from mlx_vlm_cacheplus.core import merge_pace
-from mlx_vlm_cacheplus.core.merge_pace import ENOUGH, RETRY, Average, Pace, check_mode
+from mlx_vlm_cacheplus.core.merge_pace import (
+    ENOUGH,
+    QUICKEST_OF,
+    RETRY,
+    Average,
+    Pace,
+    check_mode,
+)
 
 
 def measured(*shapes):
@@ -84,10 +91,23 @@ def test_the_last_round_of_a_reply_does_not_decide():
 
 def test_a_pause_is_not_the_cost_of_a_round():
     average = Average()
-    for seconds in (5.0, 0.01, 0.01, 60.0):
+    for seconds in (5.0, 0.011, 0.01, 60.0):
         average.add(seconds, 2)
-    share = merge_pace.NEWEST
-    assert average.seconds == pytest.approx(0.01 * (1 - share + 3 * share))
+    assert average.seconds == 0.01
+    for _ in range(QUICKEST_OF):
+        average.add(0.02, 2)
+    assert average.seconds == 0.02, "it has become slower"
+
+
+@pytest.mark.parametrize("compiled", [(9.0,), (9.0, 4.0, 9.0, 0.3, 0.012)])
+def test_rounds_that_compile_do_not_keep_rows_apart(compiled):
+    """Not for as long as they are apart, in which nothing new is learned of them."""
+    pace = measured((1, 0.01, 3))
+    for seconds in (*compiled, *[0.012] * (ENOUGH - len(compiled))):
+        pace.add(rows=2, width=4, seconds=seconds, tokens=6)
+    pace.add(rows=2, width=3, seconds=7.0, tokens=6)
+    assert pace.rate(2) == pytest.approx(6 / 0.012)
+    assert pace.slower_together(1, 1) is None
 
 
 def test_modes():

@@ -435,6 +435,10 @@ def sampled(*keys, sampler=None, **fields):
         (sampled((1, 0.5), (2, 0.5)), "the other rows are sampled differently"),
         (sampled((1, 0.5), None), "the other rows are sampled differently"),
         (
+            sampled(None, (1, 0.5), sampler=lambda logprobs: logprobs),
+            "the other rows are sampled differently",
+        ),
+        (
             sampled((1, 0.5), (1, 0.5), draft_kind="eagle3"),
             "its rows draw from one stream of random numbers",
         ),

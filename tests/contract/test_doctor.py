@@ -49,6 +49,7 @@ def test_selection_of_the_variable(stock):
     "environ, name",
     [
         ({"MLX_VLM_CACHEPLUS": "nope"}, "selection"),
+        ({"MLX_VLM_CACHEPLUS": "-nope"}, "selection"),
         ({"APC_ENABLED": "0"}, "prefix cache"),
         ({"APC_BLOCK_SIZE": "x"}, "prefix cache"),
         ({"APC_TENANT_KEY_FILE": "/nowhere"}, "tenants"),
@@ -67,6 +68,16 @@ def test_options_of_a_change_that_is_left_out(monkeypatch, names, level):
     monkeypatch.setenv("APC_TENANT_HEADER", "x-tenant")
     assert doctor.examine_changes()[1].level == level
     monkeypatch.delenv("APC_TENANT_HEADER")
+    assert doctor.examine_changes()[1].level == "ok"
+
+
+def test_values_of_options_are_checked_as_at_a_start(monkeypatch):
+    monkeypatch.setenv("MLX_VLM_DRAFT_MERGE", "sometimes")
+    found = doctor.examine_changes()[1]
+    assert (
+        found.level == "problem" and "MLX_VLM_DRAFT_MERGE='sometimes'" in found.detail
+    )
+    monkeypatch.setenv("MLX_VLM_DRAFT_MERGE", "never")
     assert doctor.examine_changes()[1].level == "ok"
 
 

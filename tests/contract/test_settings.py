@@ -40,6 +40,22 @@ def test_names_are_kept_in_order_and_once():
     assert read_selection([], {VARIABLE: " "}) == settings.Selection(False)
 
 
+def test_some_are_left_out_with_what_requires_them():
+    changes = [change("a"), change("b", "a"), change("c", "b"), change("d")]
+    for text in ("-a", "-b,-d", " -d , -c "):
+        chosen = read_selection([f"--cacheplus={text}"], {})
+        assert chosen.on and chosen.names is None
+        assert read_selection([], {VARIABLE: chosen.as_env}).left_out == chosen.left_out
+        left = {name.strip(" -") for name in text.split(",")}
+        left |= {"a": {"b", "c"}, "b": {"c"}}.get(min(left), set())
+        kept = settings.choose_changes(chosen, changes)
+        assert {one.name for one in kept} == set("abcd") - left
+    with pytest.raises(UsageError, match="takes some changes and leaves out others"):
+        read_selection(["--cacheplus=a,-b"], {})
+    with pytest.raises(UsageError, match="unknown name 'x'"):
+        settings.choose_changes(read_selection(["--cacheplus=-x"], {}), changes)
+
+
 def test_code_wins_over_flag_and_variable():
     assert read_selection(["--cacheplus=a"], {VARIABLE: "c"}, ["b"]).names == ("b",)
     assert read_selection([], {}, "b").names == ("b",)
