@@ -142,6 +142,10 @@ class TestRecords:
         assert states["reuse-record"] == "applied"
         assert (states["output-tokens"] == "applied") == (names == ALL)
         assert report["settings"]["apc_enabled"] is True
+        merges = {"auto"} if names == ALL else set()
+        assert {
+            v for k, v in report["settings"].items() if k == "draft_merge"
+        } == merges
 
     def test_the_endpoint_refuses_bad_counts_and_missing_keys(self, names):
         door = probe(names)["door"]
