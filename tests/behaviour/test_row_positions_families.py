@@ -36,9 +36,7 @@ def start(made, make_server):
 
     def make(family, chunk, **settings):
         env = {**BLOCK, "PREFILL_STEP_SIZE": str(chunk)}
-        return make_server(
-            made(family), apc_checkpoint_entries=16, env=env, **settings
-        )
+        return make_server(made(family), apc_checkpoint_entries=16, env=env, **settings)
 
     return make
 
@@ -95,3 +93,12 @@ def test_the_first_rows_of_a_process(start):
     server = start("glm_ocr", 512)
     server.reload()
     assert_rows_are_cold_runs(server)
+
+
+@pytest.mark.change("row-positions")
+def test_rows_that_decode_while_others_arrive(start):
+    """What a newcomer's embedding takes off the model is not missed."""
+    server = start("minimax_m3_vl", 512)
+    rows = asks()
+    for reply in server.two_groups(rows[:2], 3, rows[2:]):
+        server.assert_cold(reply)
