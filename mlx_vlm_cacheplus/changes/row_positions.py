@@ -9,13 +9,20 @@ from ..change import Change, Target
 
 AR = "mlx_vlm.generate.ar"
 INSERT = "BatchGenerator.insert"
+PAD = "_pad_sequence_aligned_prompt_kwarg"
+STEP = "GenerationBatch._step"
 SPECULATIVE_NEXT = "SpeculativeGenerationBatch.next"
 
 
 class RowPositions(Change):
     name = "row-positions"
     summary = "Each row carries its own rotary positions"
-    targets = (Target(AR, INSERT), Target(AR, SPECULATIVE_NEXT))
+    targets = (
+        Target(AR, INSERT),
+        Target(AR, PAD),
+        Target(AR, STEP),
+        Target(AR, SPECULATIVE_NEXT),
+    )
     why = (
         "Qwen3.5-type text models keep positions on the model object. A left-padded row in a ragged batch gets keys "
         "shifted by its padding, a prefix restored in a fresh process restarts at position 0, and two batches that meet "
@@ -39,7 +46,17 @@ class RowPositions(Change):
 
             return wrapper
 
-        def speculative_next(original: Any) -> Any:
+        def pad(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapper(key: str, v: Any, target_length: int, *, left: bool) -> Any:
+                padded = core.continued_to_the_left(key, v, target_length, left=left)
+                if padded is not None:
+                    return padded
+                return original(key, v, target_length, left=left)
+
+            return wrapper
+
+        def seated(original: Any) -> Any:
             @functools.wraps(original)
             def wrapper(self: Any) -> Any:
                 core.seat_batch_positions(self)
@@ -48,7 +65,9 @@ class RowPositions(Change):
             return wrapper
 
         patcher.replace_method(AR, INSERT, insert)
-        patcher.replace_method(AR, SPECULATIVE_NEXT, speculative_next)
+        patcher.replace_method(AR, PAD, pad)
+        patcher.replace_method(AR, STEP, seated)
+        patcher.replace_method(AR, SPECULATIVE_NEXT, seated)
 
 
 CHANGE = RowPositions()

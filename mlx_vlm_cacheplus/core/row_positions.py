@@ -9,7 +9,13 @@ deltas of the batch that decodes meet the rows of the batch that is prefilled.
 
 :func:`with_row_positions` runs once a row, when the row is queued, and puts the
 two arrays where the generator pads, slices and concatenates them with the rest of
-the row.  Nothing is added to a decode step.
+the row.  Families differ in what they read of them:
+
+- MiniMax M3 takes the place of a whole chunk from its first column, which for a
+  shorter row lies in the padding: :func:`continued_to_the_left` counts on there.
+- MiniMax M3, GLM-4V and Ernie 4.5 VL begin at position 0 while the model object has no
+  deltas, whatever deltas a decode step brings: :func:`seat_batch_positions` lends it
+  the batch's.  That binds one attribute and is all that a decode step has more.
 """
 
 from __future__ import annotations
@@ -102,13 +108,41 @@ def with_positions_for_rows(
 def seat_batch_positions(batch: Any) -> None:
     """Give the model the deltas of the batch that is about to run.
 
-    Speculative rounds verify without passing deltas, so the model's attribute must
-    be the batch's own, whatever was embedded or prefilled since its last round.
+    Speculative rounds verify without passing deltas, and some families ask whether
+    the model has any before they take those that are passed.  So the model's attribute
+    must be the batch's own, whatever was embedded or prefilled since its last step.
     """
     rope_deltas = getattr(batch, "_rope_deltas", None)
     if rope_deltas is not None:
         language_model = getattr(batch.model, "language_model", batch.model)
         language_model._rope_deltas = rope_deltas
+
+
+def continued_to_the_left(
+    name: str, row: mx.array, tokens: int, *, left: bool
+) -> mx.array | None:
+    """Pad positions of one axis so that they count on through the padding.
+
+    The generator pads with zeros, which is right wherever positions are looked up
+    column by column, since the padding is masked; not where the first column says
+    where the row begins.
+
+    Args:
+        name: of the prompt kwarg that is padded.
+        row: its value, for positions [1, tokens]; borrowed.
+        tokens: the length to pad to.
+        left: whether padding goes in front.
+
+    Returns:
+        [1, tokens], or None where zeros are as good.
+    """
+    if name != "position_ids" or not left or row.ndim != 2:
+        return None
+    missing = tokens - row.shape[1]
+    if missing <= 0 or not mx.issubdtype(row.dtype, mx.signedinteger):
+        return None
+    before = row[:, :1] - mx.arange(missing, 0, -1, dtype=row.dtype)
+    return mx.concatenate([before, row], axis=1)
 
 
 def _take_parked(language_model: Any, length: int) -> tuple[Any, Any] | None:

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from mlx_vlm.generate.ar import _merge_prefill_prompt_kwargs
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.tests import generation_fixtures
 from mlx_vlm.tests.generation_fixtures import make_manager, prompt_of, tiny_model
@@ -87,3 +88,32 @@ def test_row_joins_a_decoding_row(model, reference):
     run.drain()
     assert_row_is_cold(reference, first, run.pairs[one])
     assert_row_is_cold(reference, second, run.pairs[two])
+
+
+def test_positions_count_on_through_the_padding():
+    """Where a family takes a chunk's place from its first column, it is the row's own."""
+    rows = [
+        {"inputs_embeds": mx.zeros((1, n, 4)), "position_ids": mx.arange(n)[None]}
+        for n in (2, 4)
+    ]
+    _, merged = _merge_prefill_prompt_kwargs(rows, [[1] * 2, [1] * 4])
+    assert merged["position_ids"].tolist() == [[-2, -1, 0, 1], [0, 1, 2, 3]]
+
+
+def test_a_decode_step_finds_its_deltas_on_the_model(model, monkeypatch):
+    """Some families look there before they take the deltas that are passed."""
+    language_model = type(model.language_model)
+    forward, seen = language_model.__call__, []
+
+    def noted(self, *args, **kwargs):
+        seen.append(self._rope_deltas is not None)
+        return forward(self, *args, **kwargs)
+
+    run = Run(model)
+    (uid,) = run.insert([prompt_of(6, 1)])
+    run.step_until_said(uid, 2)
+    # As a request does that is embedded meanwhile.
+    model.language_model._rope_deltas = None
+    monkeypatch.setattr(language_model, "__call__", noted)
+    run.drain()
+    assert seen and all(seen)

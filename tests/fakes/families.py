@@ -69,7 +69,48 @@ LAGUNA = {
     "rope_theta": 10000.0,
     "layer_types": ["full_attention"] * 4,
 }
-CONFIGS = {"lfm2": LFM2, "nemotron_h": NEMOTRON_H, "laguna": LAGUNA}
+# Without sparse indexes, and so with plain caches throughout.
+MINIMAX_M3_VL = {
+    **SIZES,
+    "text_config": {
+        **SIZES,
+        "dense_intermediate_size": 128,
+        "rope_theta": 10000.0,
+        "moe_layer_freq": [0] * 4,
+        "sparse_attention_config": {"use_sparse_attention": False},
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "image_size": 28,
+        "patch_size": 14,
+        "projection_dim": 64,
+    },
+    "projector_hidden_size": 64,
+}
+GLM_OCR = {
+    **SIZES,
+    "text_config": {
+        **SIZES,
+        "rope_parameters": {"rope_theta": 10000, "mrope_section": [4, 2, 2]},
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    },
+}
+CONFIGS = {
+    "lfm2": LFM2,
+    "nemotron_h": NEMOTRON_H,
+    "laguna": LAGUNA,
+    "minimax_m3_vl": MINIMAX_M3_VL,
+    "glm_ocr": GLM_OCR,
+}
 # Random matrices of the usual size let a token predict itself, so that replies are one
 # word, said again and again; and attend to everything alike, so that what a row sees of
 # its prompt hardly matters.
