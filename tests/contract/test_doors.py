@@ -135,6 +135,11 @@ def test_serve_is_the_flag(stock):
     assert loaded_state(off)["filter"] == PLAIN
 
 
+def test_the_package_is_the_command(stock):
+    result = stock.python("-m", "mlx_vlm_cacheplus", "serve", "--model", "m")
+    assert loaded_state(result)["filter"] == PLUS
+
+
 def test_serve_needs_no_startup_file(stock):
     """A folder made by `pip install --target` is no site folder: its .pth is not read."""
     import mlx_vlm_cacheplus
