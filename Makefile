@@ -9,11 +9,12 @@ STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 PYTEST := $(BIN)/python -m pytest
 STOCK ?=
 
-.PHONY: help env test test-all demo fingerprints patches lint format clean
+.PHONY: help env test test-all test-oldest demo fingerprints patches lint format clean
 
 help:
 	@echo "make test          set up $(VENV) and run the default tests"
 	@echo "make test-all      all tests, the slow ones too"
+	@echo "make test-oldest   a sample of the behaviour tests on the oldest mlx-vlm that is supported"
 	@echo "make demo          stock beside plus on the bundled models, with the table"
 	@echo "make fingerprints  hash the targets in the installed stock, or in STOCK='DIR DIR'"
 	@echo "make patches       write the patch series anew"
@@ -36,7 +37,10 @@ test: env
 
 test-all: env
 	$(PYTEST)
-	$(BIN)/python tools/run_legs.py --whole --each-patch --each-alone --each-off
+	$(BIN)/python tools/run_legs.py --whole --each-patch --each-alone --each-off --each-release
+
+test-oldest: env
+	$(BIN)/python tools/run_legs.py --legs "" --releases 0.7.6
 
 demo: env
 	$(BIN)/python -m mlx_vlm_cacheplus.replay.demo

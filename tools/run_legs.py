@@ -6,6 +6,8 @@
     python tools/run_legs.py --each-alone       also: every patch that can be taken alone, with its own tests
     python tools/run_legs.py --each-off         also: leg M without each change, which its tests must notice
     python tools/run_legs.py --legs "" --off NAME,NAME      those alone
+    python tools/run_legs.py --legs "" --releases 0.7.6     leg M on releases that pip brings, those alone
+    python tools/run_legs.py --each-release     also: leg M on each older release that the plugin knows
     python tools/run_legs.py -- -k cancel       arguments behind -- go to pytest
 
 What a leg is stands in tests/legs.py.
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,6 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mlx_vlm_cacheplus.change import SUPPORTED_VERSIONS  # noqa: E402
 from tests.legs import series  # noqa: E402
 from tools.make_patches import alone_patches  # noqa: E402
 
@@ -40,7 +44,7 @@ LEG_SECONDS = 3600
 # Unless all is asked for, a leg runs so many tests of each file, evenly spread: fewer
 # where it shows the same of every test (that it fails without its change, or that a
 # patched tree takes no second change).
-SAMPLES = {"S": 2, "P": 4, "M": 7, "PM": 2, "R": 2}
+SAMPLES = {"S": 2, "P": 4, "M": 7, "PM": 2, "R": 2, "release": 2}
 TEST_SECONDS = 120
 # Slow tests run where all tests run, once on each tree.
 SLOW = ("P", "M")
@@ -71,7 +75,7 @@ class Outcome:
 
 
 class NoTree(Exception):
-    """The patch series cannot be made."""
+    """The patch series cannot be made, or a release not be had."""
 
 
 _making = threading.Lock()
@@ -96,6 +100,20 @@ def make_tree(folder: Path, upto: str | None = None, alone: bool = False) -> Non
     )
     if done.returncode:
         raise NoTree(done.stderr)
+
+
+def release_tree(trees: Path, version: str) -> Path:
+    """Return a tree with a published release of mlx-vlm, brought by pip."""
+    tree = trees / "releases" / version
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(tree), f"mlx-vlm=={version}"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise NoTree(done.stderr)
+    (wheel,) = tree.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tree)
+    return tree
 
 
 def run(label: str, arguments: list[str], environment: dict[str, str]) -> Outcome:
@@ -165,6 +183,21 @@ def run_leg(
     return run(label, ["tests/behaviour", *arguments], env)
 
 
+def run_on_release(
+    version: str, trees: Path, extra: list[str], sample: bool
+) -> Outcome:
+    """Run leg M on another release than the installed one, whole or a sample."""
+    label = f"M on {version}"
+    try:
+        tree = release_tree(trees, version)
+    except NoTree as problem:
+        return Outcome(label, 1, 0.0, {}, str(problem))
+    env = leg_environment("M", tree, None)
+    env["CACHEPLUS_SAMPLE"] = str(SAMPLES["release"]) if sample else ""
+    arguments = ["-q", "-rfEX", "--timeout", str(TEST_SECONDS), *QUICK, *extra]
+    return run(label, ["tests/behaviour", *arguments], env)
+
+
 def run_without(name: str, extra: list[str]) -> Outcome:
     """Run all tests that name a change with everything on but that change."""
     env = leg_environment("M", None, None)
@@ -187,6 +220,52 @@ def run_patch_tests(name: str, trees: Path, alone: bool = False) -> Outcome:
     return run(label, [*arguments, str(file)], env)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--legs", default=",".join(LEGS), help="default: %(default)s")
+    add("--each-patch", action="store_true", help="and each patch by itself")
+    add("--each-alone", action="store_true", help="and each patch on what it requires")
+    add("--each-off", action="store_true", help="and leg M without each change")
+    add("--off", default="", help="and leg M without these changes")
+    add("--each-release", action="store_true", help="and leg M on each older release")
+    add("--releases", default="", help="and leg M on these, which pip brings")
+    add("--whole", action="store_true", help="every test in every leg")
+    add("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="at once")
+    return parser
+
+
+def _tasks(
+    options: argparse.Namespace, legs: list[str], trees: Path, extra: list[str]
+) -> list[Callable[[], Outcome]]:
+    """Return what the command line asks for, in the order of the table."""
+    sample = not options.whole
+    tasks: list[Callable[[], Outcome]] = [
+        partial(run_leg, leg, trees, extra, sample=sample) for leg in legs
+    ]
+    if options.whole:
+        slow = [leg for leg in legs if leg in SLOW]
+        tasks += [partial(run_leg, leg, trees, extra, slow=True) for leg in slow]
+    if options.each_patch:
+        for name in series():
+            tasks.append(partial(run_patch_tests, name, trees))
+            tasks.append(partial(run_leg, "P", trees, extra, name))
+    if options.each_alone:
+        names = alone_patches()
+        tasks += [partial(run_patch_tests, n, trees, alone=True) for n in names]
+    # A change without behaviour tests fails there: pytest has nothing to run.
+    off = series() if options.each_off else _names(options.off)
+    tasks += [partial(run_without, name, extra) for name in off]
+    older = SUPPORTED_VERSIONS[:-1]
+    releases = older if options.each_release else _names(options.releases)
+    tasks += [partial(run_on_release, r, trees, extra, sample) for r in releases]
+    return tasks
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; 0 when every leg met its expectation."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -194,52 +273,14 @@ def main(arguments: list[str] | None = None) -> int:
     if "--" in words:
         at = words.index("--")
         words, extra = words[:at], words[at + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--legs", default=",".join(LEGS), help="default: %(default)s")
-    parser.add_argument(
-        "--each-patch", action="store_true", help="and each patch by itself"
-    )
-    parser.add_argument(
-        "--each-alone", action="store_true", help="and each patch on what it requires"
-    )
-    parser.add_argument(
-        "--each-off", action="store_true", help="and leg M without each change"
-    )
-    parser.add_argument("--off", default="", help="and leg M without these changes")
-    parser.add_argument("--whole", action="store_true", help="every test in every leg")
-    parser.add_argument(
-        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="at once"
-    )
+    parser = _parser()
     options = parser.parse_args(words)
-    legs = [leg for leg in options.legs.split(",") if leg]
+    legs = _names(options.legs)
     unknown = set(legs) - set(LEGS)
     if unknown:
         parser.error(f"no such leg: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as work:
-        trees = Path(work)
-        tasks: list[Callable[[], Outcome]] = [
-            partial(
-                run_leg,
-                leg,
-                trees,
-                extra,
-                sample=not options.whole,
-            )
-            for leg in legs
-        ]
-        if options.whole:
-            slow = [leg for leg in legs if leg in SLOW]
-            tasks += [partial(run_leg, leg, trees, extra, slow=True) for leg in slow]
-        if options.each_patch:
-            for name in series():
-                tasks.append(partial(run_patch_tests, name, trees))
-                tasks.append(partial(run_leg, "P", trees, extra, name))
-        if options.each_alone:
-            names = alone_patches()
-            tasks += [partial(run_patch_tests, n, trees, alone=True) for n in names]
-        # A change without behaviour tests fails there: pytest has nothing to run.
-        off = series() if options.each_off else options.off.split(",")
-        tasks += [partial(run_without, name, extra) for name in off if name]
+        tasks = _tasks(options, legs, Path(work), extra)
         with ThreadPoolExecutor(options.jobs) as pool:
             outcomes = list(pool.map(lambda task: _told(task()), tasks))
     print(f"{'leg':<30}" + "".join(f"{name:>11}" for name in COUNTS))

@@ -97,16 +97,16 @@ def blocked(server, rows=0):
     Gives (standing, go_on): an event, and a function.
     """
     standing, go_on = threading.Event(), threading.Event()
-    inner = server.generator._apply_cancellations
+    inner = server.generator._drain_cancellations
 
-    def stand(batch, active):
-        if len(active) >= rows:
+    def stand():
+        if len(server.recorder.active or ()) >= rows:
             standing.set()
             go_on.wait()
-        return inner(batch, active)
+        return inner()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.generator, "_apply_cancellations", stand)
+        patch.setattr(server.generator, "_drain_cancellations", stand)
         try:
             assert rows or standing.wait(PATIENCE)
             yield standing, go_on.set
@@ -196,6 +196,10 @@ def test_all_wait_for_the_next_token(server, stream):
 @each_endpoint
 def test_who_hangs_up_while_it_waits_is_gone(server, endpoint):
     """Also where the row comes after its client has gone."""
+    from mlx_vlm.generate.ar import PromptProcessingBatch
+
+    if not hasattr(PromptProcessingBatch, "remove"):
+        pytest.skip("before 0.7.8 stock takes no row out of a prompt batch of several")
     before = threading.active_count()
     with blocked(server) as (_, go_on), Crowd(server, endpoint, budget=LONG) as crowd:
         assert all_queued(server), f"{queued(server)} are queued"

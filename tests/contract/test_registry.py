@@ -163,4 +163,9 @@ def test_continuous_integration_calls_the_makefile():
         for line in (ROOT / ".ci/run").read_text().splitlines()
         if line and not line.startswith("#") and line.split()[0] not in ("set", "cd")
     ]
-    assert commands == ["exec make test"]
+    assert commands == ["exec make test test-oldest"]
+
+
+def test_the_oldest_release_is_the_one_that_is_run():
+    makefile = (ROOT / "Makefile").read_text()
+    assert f'--legs "" --releases {SUPPORTED_VERSIONS[0]}\n' in makefile

@@ -164,7 +164,14 @@ class Host:
         if settings != self.current:
             self._environment(settings.env)
             self.current = settings
-            _, rejected = self.runtime.config.apply_changes(settings.knobs())
+            config = self.runtime.config
+            _, rejected = config.apply_changes(
+                {
+                    # Before 0.7.8 some had another name.
+                    name if hasattr(config, name) else f"spec_{name}": value
+                    for name, value in settings.knobs().items()
+                }
+            )
             if rejected:
                 raise ValueError(f"stock rejected settings: {rejected}")
             self.app_module.unload_model_sync()

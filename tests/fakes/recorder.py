@@ -19,6 +19,7 @@ wants them to.  All waits are bounded.
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 import time
 import weakref
@@ -148,7 +149,10 @@ class Recorder:
         self._wrap(generator, "_gpu_embed", self._gpu_embed)
         self._wrap(generator, "_make_logits_processors", self._processors)
         self._wrap(generator, "_log_prefill_started", self._started)
-        self._wrap(generator, "_apply_cancellations", self._cancellations)
+        if hasattr(generator, "_apply_cancellations"):
+            self._wrap(generator, "_apply_cancellations", self._cancellations)
+        else:  # before 0.7.8 the loop does it itself
+            self._wrap(generator, "_drain_cancellations", self._drained)
         self._wrap(generator, "_stream_text", self._stream_text)
         self._wrap(generator, "_collect_pending_requests", self._collect)
         self._wrap(generation._TokenIterator, "__next__", self._next_token)
@@ -305,12 +309,24 @@ class Recorder:
     def _cancellations(self, original: Any) -> Any:
         def apply_cancellations(generator: Any, batch: Any, active: Any) -> Any:
             out = original(generator, batch, active)
-            self.active = active
-            self.batch = None if batch is None else weakref.ref(batch)
-            self.ticks += 1
+            self._note_round(batch, active)
             return out
 
         return apply_cancellations
+
+    def _drained(self, original: Any) -> Any:
+        def drain_cancellations(generator: Any) -> Any:
+            loop = sys._getframe(1).f_locals
+            if "batch_gen" in loop and "active" in loop:
+                self._note_round(loop["batch_gen"], loop["active"])
+            return original(generator)
+
+        return drain_cancellations
+
+    def _note_round(self, batch: Any, active: Any) -> None:
+        self.active = active
+        self.batch = None if batch is None else weakref.ref(batch)
+        self.ticks += 1
 
 
 def _wait(condition: Callable[[], bool] | None, seconds: float) -> None:
