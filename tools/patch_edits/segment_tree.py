@@ -24,6 +24,7 @@ CORE = {
     "mlx_vlm_cacheplus/core/segment_tree.py": "mlx_vlm/segment_tree.py",
     "mlx_vlm_cacheplus/core/eviction.py": "mlx_vlm/segment_eviction.py",
     "mlx_vlm_cacheplus/core/companions.py": "mlx_vlm/segment_companions.py",
+    "mlx_vlm_cacheplus/core/segment_layers.py": "mlx_vlm/segment_layers.py",
     "mlx_vlm_cacheplus/core/segments.py": "mlx_vlm/segments.py",
     "mlx_vlm_cacheplus/core/resumable.py": "mlx_vlm/segment_resumable.py",
     "mlx_vlm_cacheplus/core/segment_tier.py": "mlx_vlm/segment_tier.py",
