@@ -15,17 +15,13 @@ from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
 from mlx_vlm_cacheplus.core.segment_layers import STATE, layout_of
 from tests.fakes.token_caches import (
     LAYOUTS,
-    Dense,
     Layout,
-    Quantized,
-    Recurrent,
-    Window,
     arrays_of,
     bytes_of,
     count_calls,
-    encode,
     nodes_of,
 )
+from tests.fakes.token_layers import Dense, Quantized, Recurrent, Window, encode
 
 ROOM = 1 << 40
 DENSE = Layout((Dense(heads=2), Dense()))
