@@ -187,13 +187,8 @@ def run_patch_tests(name: str, trees: Path, alone: bool = False) -> Outcome:
     return run(label, [*arguments, str(file)], env)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; 0 when every leg met its expectation."""
-    words = sys.argv[1:] if arguments is None else arguments
-    extra: list[str] = []
-    if "--" in words:
-        at = words.index("--")
-        words, extra = words[:at], words[at + 1 :]
+def options_of(words: list[str]) -> argparse.Namespace:
+    """Read the command line; ``legs`` is a list."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--legs", default=",".join(LEGS), help="default: %(default)s")
     parser.add_argument(
@@ -211,35 +206,47 @@ def main(arguments: list[str] | None = None) -> int:
         "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="at once"
     )
     options = parser.parse_args(words)
-    legs = [leg for leg in options.legs.split(",") if leg]
-    unknown = set(legs) - set(LEGS)
+    options.legs = [leg for leg in options.legs.split(",") if leg]
+    unknown = set(options.legs) - set(LEGS)
     if unknown:
         parser.error(f"no such leg: {', '.join(sorted(unknown))}")
+    return options
+
+
+def tasks_of(
+    options: argparse.Namespace, trees: Path, extra: list[str]
+) -> list[Callable[[], Outcome]]:
+    """Return all runs that were asked for, in the order of the table."""
+    tasks: list[Callable[[], Outcome]] = [
+        partial(run_leg, leg, trees, extra, sample=not options.whole)
+        for leg in options.legs
+    ]
+    if options.whole:
+        slow = [leg for leg in options.legs if leg in SLOW]
+        tasks += [partial(run_leg, leg, trees, extra, slow=True) for leg in slow]
+    if options.each_patch:
+        for name in series():
+            tasks.append(partial(run_patch_tests, name, trees))
+            tasks.append(partial(run_leg, "P", trees, extra, name))
+    if options.each_alone:
+        names = alone_patches()
+        tasks += [partial(run_patch_tests, n, trees, alone=True) for n in names]
+    # A change without behaviour tests fails there: pytest has nothing to run.
+    off = series() if options.each_off else options.off.split(",")
+    tasks += [partial(run_without, name, extra) for name in off if name]
+    return tasks
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; 0 when every leg met its expectation."""
+    words = sys.argv[1:] if arguments is None else arguments
+    extra: list[str] = []
+    if "--" in words:
+        at = words.index("--")
+        words, extra = words[:at], words[at + 1 :]
+    options = options_of(words)
     with tempfile.TemporaryDirectory() as work:
-        trees = Path(work)
-        tasks: list[Callable[[], Outcome]] = [
-            partial(
-                run_leg,
-                leg,
-                trees,
-                extra,
-                sample=not options.whole,
-            )
-            for leg in legs
-        ]
-        if options.whole:
-            slow = [leg for leg in legs if leg in SLOW]
-            tasks += [partial(run_leg, leg, trees, extra, slow=True) for leg in slow]
-        if options.each_patch:
-            for name in series():
-                tasks.append(partial(run_patch_tests, name, trees))
-                tasks.append(partial(run_leg, "P", trees, extra, name))
-        if options.each_alone:
-            names = alone_patches()
-            tasks += [partial(run_patch_tests, n, trees, alone=True) for n in names]
-        # A change without behaviour tests fails there: pytest has nothing to run.
-        off = series() if options.each_off else options.off.split(",")
-        tasks += [partial(run_without, name, extra) for name in off if name]
+        tasks = tasks_of(options, Path(work), extra)
         with ThreadPoolExecutor(options.jobs) as pool:
             outcomes = list(pool.map(lambda task: _told(task()), tasks))
     print(f"{'leg':<30}" + "".join(f"{name:>11}" for name in COUNTS))
