@@ -43,54 +43,55 @@ class ReplyIds(Change):
 
             return wrapper
 
-        request = threading.local()
-
-        def generate(original: Any) -> Any:
-            @functools.wraps(original)
-            def wrapper(
-                self: Any,
-                prompt: Any,
-                images: Any = None,
-                audio: Any = None,
-                args: Any = None,
-                videos: Any = None,
-            ) -> Any:
-                request.tenant = getattr(args, "tenant_id", None)
-                try:
-                    return original(self, prompt, images, audio, args, videos)
-                finally:
-                    del request.tenant
-
-            return wrapper
-
-        def preprocess(original: Any) -> Any:
-            @functools.wraps(original)
-            def wrapper(
-                self: Any,
-                prompt: Any,
-                images: Any = None,
-                audio: Any = None,
-                videos: Any = None,
-                **kwargs: Any,
-            ) -> dict:
-                raw_inputs = original(self, prompt, images, audio, videos, **kwargs)
-                # The check of the context budget tokenizes outside a request.
-                if not hasattr(request, "tenant"):
-                    return raw_inputs
-                media = (images, audio, videos)
-                return core.respell_inputs(
-                    self, prompt, raw_inputs, media, request.tenant
-                )
-
-            return wrapper
-
-        patcher.replace_method(SERVER, "ResponseGenerator.generate", generate)
         patcher.replace_method(
             "mlx_vlm.generate.ar", "GenerationBatch.filter", filter_rows
         )
-        patcher.replace_method(
-            SERVER, "ResponseGenerator._preprocess_request", preprocess
-        )
+        _apply_to_server(patcher, core)
+
+
+def _apply_to_server(patcher: Any, core: Any) -> None:
+    # Whose request a thread generates, for the preprocessing inside it.
+    request = threading.local()
+
+    def generate(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(
+            self: Any,
+            prompt: Any,
+            images: Any = None,
+            audio: Any = None,
+            args: Any = None,
+            videos: Any = None,
+        ) -> Any:
+            request.tenant = getattr(args, "tenant_id", None)
+            try:
+                return original(self, prompt, images, audio, args, videos)
+            finally:
+                del request.tenant
+
+        return wrapper
+
+    def preprocess(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(
+            self: Any,
+            prompt: Any,
+            images: Any = None,
+            audio: Any = None,
+            videos: Any = None,
+            **kwargs: Any,
+        ) -> dict:
+            raw_inputs = original(self, prompt, images, audio, videos, **kwargs)
+            # The check of the context budget tokenizes outside a request.
+            if not hasattr(request, "tenant"):
+                return raw_inputs
+            media = (images, audio, videos)
+            return core.respell_inputs(self, prompt, raw_inputs, media, request.tenant)
+
+        return wrapper
+
+    patcher.replace_method(SERVER, "ResponseGenerator.generate", generate)
+    patcher.replace_method(SERVER, "ResponseGenerator._preprocess_request", preprocess)
 
 
 CHANGE = ReplyIds()

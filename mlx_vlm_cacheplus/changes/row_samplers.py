@@ -59,35 +59,39 @@ class RowSamplers(Change):
 
             return wrapper
 
-        def advance(original: Any) -> Any:
-            def wrapper(self: Any) -> Any:
-                rows, delivers = core.sampling_of(self), self._next_lps is not None
-                responses = original(self)
-                if delivers:
-                    core.hide_unasked(rows, responses)
-                return responses
-
-            return wrapper
-
-        def extend(original: Any) -> Any:
-            def wrapper(self: Any, other: Any) -> None:
-                original(self, other)
-                core.join_sampling(self, other)
-
-            return wrapper
-
-        def filter_rows(original: Any) -> Any:
-            def wrapper(self: Any, keep: Any) -> None:
-                original(self, keep)
-                core.settle_sampling(self)
-
-            return wrapper
-
         patcher.replace_method(AR, "PromptProcessingBatch.generate", generate)
-        patcher.replace_method(AR, "GenerationBatch.next", advance)
-        patcher.replace_method(AR, "GenerationBatch.extend", extend)
-        patcher.replace_method(AR, "GenerationBatch.filter", filter_rows)
+        _apply_to_batches(patcher, core)
         _apply_to_server(patcher, core)
+
+
+def _apply_to_batches(patcher: Any, core: Any) -> None:
+    def advance(original: Any) -> Any:
+        def wrapper(self: Any) -> Any:
+            rows, delivers = core.sampling_of(self), self._next_lps is not None
+            responses = original(self)
+            if delivers:
+                core.hide_unasked(rows, responses)
+            return responses
+
+        return wrapper
+
+    def extend(original: Any) -> Any:
+        def wrapper(self: Any, other: Any) -> None:
+            original(self, other)
+            core.join_sampling(self, other)
+
+        return wrapper
+
+    def filter_rows(original: Any) -> Any:
+        def wrapper(self: Any, keep: Any) -> None:
+            original(self, keep)
+            core.settle_sampling(self)
+
+        return wrapper
+
+    patcher.replace_method(AR, "GenerationBatch.next", advance)
+    patcher.replace_method(AR, "GenerationBatch.extend", extend)
+    patcher.replace_method(AR, "GenerationBatch.filter", filter_rows)
 
 
 def _apply_to_server(patcher: Any, core: Any) -> None:

@@ -35,6 +35,7 @@ import mlx.core as mx
 from . import segments
 from .draft_priming import DraftPrimer, PrimedRow, takes_ragged_rows
 from .resumable import Hit
+from .segment_layers import Arrays, DenseLayer
 from .segment_tree import Node
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class DraftPart:
     """
 
     identity: Any
-    spans: list[segments.Arrays]
+    spans: list[Arrays]
     pending: mx.array | None = None
     nbytes: int = field(init=False, default=0)
 
@@ -123,7 +124,7 @@ class DraftView:
                 segments.joined(_without(side, skip), entries, capacity)
                 for side in zip(*sides, strict=True)
             )
-            layers.append(segments.DenseLayer.rebuild(arrays, entries, None))
+            layers.append(DenseLayer.rebuild(arrays, entries, None))
         mx.eval([(entry.keys, entry.values) for entry in layers])
         return PrimedRow(layers, entries, hit.length, pending=pending)
 
@@ -190,7 +191,7 @@ def view_of(drafter: Any, kind: str | None) -> tuple[DraftView | None, str | Non
         return None, f"{name} reads the target's own cache and has no state"
     # A composite is rebuilt by nobody here: each layer's entry is looked at as it is.
     kinds = [type(entry) for entry in drafter.make_cache()]
-    if not kinds or any(kind not in segments.DenseLayer.types for kind in kinds):
+    if not kinds or any(kind not in DenseLayer.types for kind in kinds):
         return None, f"{name} keeps more than keys and values; it reads new tokens only"
     if not takes_ragged_rows(drafter, kind):
         # Rows that are read together are not primed; nothing would be kept of them, and

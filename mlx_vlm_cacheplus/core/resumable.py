@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from . import segments
 from .companions import CompanionView
+from .segment_layers import STATE
 from .segment_tree import Lease, Match, Node
 
 
@@ -40,7 +40,7 @@ class Hit:
 
 def _restorable(found: Match, layout: tuple) -> Iterator[tuple[int, Node]]:
     """Restorable lengths of a match with the nodes that hold them."""
-    if segments.STATE not in layout:
+    if STATE not in layout:
         if found.nodes:
             yield found.length, found.nodes[-1]
         return
@@ -57,7 +57,7 @@ def resumable(
         if companion is None:
             yield length, node
             continue
-        exact = segments.STATE in layout
+        exact = STATE in layout
         both = companion.resumable(node.path(), length, exact)
         if both > 0:
             yield both, node

@@ -24,6 +24,7 @@ from typing import Any
 from . import eviction, segments
 from .companions import CompanionSource, CompanionView, accompany
 from .resumable import Hit, resumable
+from .segment_layers import STATE, layout_of
 from .segment_tier import Tier
 from .segment_tree import Lease, Match, Node, SegmentTree, should_join
 
@@ -149,8 +150,8 @@ class SegmentCache:
         """
         if not ids:
             return False
-        layout = segments.layout_of(prompt_cache)
-        with_state = with_state and segments.STATE in layout
+        layout = layout_of(prompt_cache)
+        with_state = with_state and STATE in layout
         with self.lock:
             tree = self._tree(salt, layout)
             found = tree.match(ids)
@@ -222,7 +223,7 @@ class SegmentCache:
     def _tree(self, salt: int, layout: tuple) -> SegmentTree:
         """The tree of a salt and layout; a new one is kept when something stands there."""
         known = self._trees.get((salt, layout))
-        return known or SegmentTree(needs_states=segments.STATE in layout)
+        return known or SegmentTree(needs_states=STATE in layout)
 
     def _stored(self, salt: int, layout: tuple, tree: SegmentTree, node: Node) -> None:
         self._trees[salt, layout] = tree

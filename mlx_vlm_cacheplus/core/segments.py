@@ -1,16 +1,11 @@
 """What one segment stores of a model's cache, layer by layer.
 
-Two kinds of layer, decided for each leaf of a cache by its exact type:
+Of the two kinds of layer (see ``segment_layers``):
 
-- *Sliceable* layers hold one entry a token (dense and quantized keys and values).  A
-  segment stores exactly its span of them: [1, heads, tokens, dim], one array a side,
-  so that a span can be cut at any token and a path restored by one concatenation.
-- Every other layer (recurrent state, wrapped window, pool) is stored as an *end
-  state*: the whole layer as it was after the segment's last token.  It is optional;
-  without it the segment keeps its sliceable part.
-
-Subclasses of ``KVCache`` may keep more than keys and values, so a type that is not
-listed here becomes an end state through the cache's own snapshot contract.
+- of a *sliceable* layer, exactly the segment's span: [1, heads, tokens, dim], one array
+  a side.
+- of every other layer its *end state*: the whole layer as it was after the segment's
+  last token.  It is optional; without it the segment keeps its sliceable part.
 
 A segment may carry a *companion* besides: what another model keeps of the same span, such
 as the keys and values of a drafter.  It is cut and joined with the segment; what it is
@@ -33,98 +28,21 @@ from mlx_vlm.apc_adapters import clone_cache_entry
 from mlx_vlm.models import cache as caches
 
 from .companions import Companion
-
-Arrays = tuple[mx.array, ...]
-
-
-class DenseLayer:
-    """Keys and values in floating point."""
-
-    types: tuple[type, ...] = (caches.KVCache, caches.BatchKVCache)
-
-    @staticmethod
-    def arrays(entry: Any) -> Arrays:
-        """The live arrays, [rows, heads, capacity, dim]; borrowed."""
-        return (entry.keys, entry.values)
-
-    @staticmethod
-    def rebuild(arrays: Arrays, length: int, like: Any) -> Any:
-        """A single-row cache that owns ``arrays``."""
-        entry: Any = caches.KVCache()
-        entry.keys, entry.values = arrays
-        entry.offset = length
-        return entry
-
-    @staticmethod
-    def settings(entry: Any) -> tuple:
-        """What two entries must share to be parts of one path."""
-        return ("dense", str(entry.keys.dtype), entry.keys.shape[1:2])
-
-
-class QuantizedLayer:
-    """Keys and values packed by ``mx.quantize``: (packed, scales, biases) a side."""
-
-    types: tuple[type, ...] = (caches.QuantizedKVCache, caches.BatchQuantizedKVCache)
-
-    @staticmethod
-    def arrays(entry: Any) -> Arrays:
-        """The live arrays, [rows, heads, capacity, packed dim]; borrowed."""
-        return (*entry.keys, *entry.values)
-
-    @staticmethod
-    def rebuild(arrays: Arrays, length: int, like: Any) -> Any:
-        """A single-row cache that owns ``arrays``."""
-        _, group_size, bits = like
-        entry: Any = caches.QuantizedKVCache(group_size=group_size, bits=bits)
-        half = len(arrays) // 2
-        entry.keys, entry.values = tuple(arrays[:half]), tuple(arrays[half:])
-        entry.offset = length
-        return entry
-
-    @staticmethod
-    def settings(entry: Any) -> tuple:
-        """What two entries must share to be parts of one path."""
-        return ("quantized", int(entry.group_size), int(entry.bits))
-
+from .segment_layers import (
+    EMPTY,
+    SLICEABLE,
+    STATE,
+    Arrays,
+    DenseLayer,
+    QuantizedLayer,
+    in_shape_of,
+    kind_of,
+    leaves,
+)
 
 # Bytes of layers that are copied before a second copy of them is let go: each such wait
 # for the device is a stall of the rows that decode.
 AT_ONCE = 32 << 20
-SLICEABLE = {t: layer for layer in (DenseLayer, QuantizedLayer) for t in layer.types}
-STATE = ("state",)
-# An entry that holds nothing, as one that the model never writes to does; a fresh one
-# stands for it.
-EMPTY = ("empty",)
-
-
-def leaves(prompt_cache: Sequence[Any]) -> Iterator[Any]:
-    """The entries of a prompt cache, composites taken apart, in order."""
-    for entry in prompt_cache:
-        if isinstance(entry, tuple):
-            yield from leaves(entry)
-        elif isinstance(entry, caches.CacheList):
-            yield from leaves(entry.caches)
-        else:
-            yield entry
-
-
-def layout_of(prompt_cache: Sequence[Any]) -> tuple[tuple, ...]:
-    """How each leaf is stored; paths of different layouts have nothing in common."""
-    return tuple(_kind(leaf) for leaf in leaves(prompt_cache))
-
-
-def _kind(leaf: Any) -> tuple:
-    if _is_empty(leaf):
-        return EMPTY
-    layer = SLICEABLE.get(type(leaf))
-    return STATE if layer is None else layer.settings(leaf)
-
-
-def _is_empty(leaf: Any) -> bool:
-    try:
-        return bool(leaf.empty())
-    except (AttributeError, NotImplementedError):
-        return False
 
 
 @dataclass
@@ -254,7 +172,9 @@ def capture_span(
         row: the row's place in the batch.
     """
     spans = []
-    held = [leaf for leaf in leaves(prompt_cache) if _kind(leaf) not in (STATE, EMPTY)]
+    held = [
+        leaf for leaf in leaves(prompt_cache) if kind_of(leaf) not in (STATE, EMPTY)
+    ]
     # In one go, where each layer would wait for its own.
     paddings = [getattr(leaf, "left_padding", None) for leaf in held]
     mx.eval([padding for padding in paddings if padding is not None])
@@ -286,7 +206,7 @@ def capture_states(prompt_cache: Sequence[Any], row: int) -> list[Any] | None:
     states = []
     copied: list[mx.array] = []
     for leaf in leaves(prompt_cache):
-        if _kind(leaf) != STATE:
+        if kind_of(leaf) != STATE:
             continue
         state = clone_cache_entry(
             _row_of(leaf, row), min_capacity_tokens=None, eval_targets=copied
@@ -316,7 +236,7 @@ def span_nbytes(prompt_cache: Sequence[Any], tokens: int) -> int:
     """Bytes of ``tokens`` tokens of one row's sliceable layers."""
     total = 0
     for leaf in leaves(prompt_cache):
-        if _kind(leaf) not in (STATE, EMPTY):
+        if kind_of(leaf) not in (STATE, EMPTY):
             for a in SLICEABLE[type(leaf)].arrays(leaf):
                 total += a.nbytes // (a.shape[0] * a.shape[2]) * tokens
     return total
@@ -326,7 +246,7 @@ def state_nbytes(prompt_cache: Sequence[Any]) -> int:
     """Bytes of one row's other layers."""
     total = 0
     for leaf in leaves(prompt_cache):
-        if _kind(leaf) == STATE:
+        if kind_of(leaf) == STATE:
             rows = getattr(leaf, "batch_size", None) or 1
             total += caches.cache_nbytes(leaf) // int(rows)
     return total
@@ -378,7 +298,7 @@ def restore(
         restored.append(layer.rebuild(arrays, length, kind))
         sliceable += 1
     mx.eval(out)
-    return _in_shape_of(template, iter(restored))
+    return in_shape_of(template, iter(restored))
 
 
 def side_by_side(head: Arrays, tail: Arrays) -> Arrays:
@@ -408,17 +328,3 @@ def joined(parts: Sequence[mx.array], length: int, capacity: int) -> mx.array:
     first = pieces[0]
     shape = (*first.shape[:2], room, first.shape[3])
     return mx.concatenate([*pieces, mx.zeros(shape, dtype=first.dtype)], axis=2)
-
-
-def _in_shape_of(template: Sequence[Any], restored: Iterator[Any]) -> list[Any]:
-    """Put restored leaves into the composites of a fresh cache."""
-    built: list[Any] = []
-    for entry in template:
-        if isinstance(entry, tuple):
-            built.append(tuple(_in_shape_of(entry, restored)))
-        elif isinstance(entry, caches.CacheList):
-            built.append(caches.CacheList(*_in_shape_of(entry.caches, restored)))
-        else:
-            leaf = next(restored)
-            built.append(entry if leaf is None else leaf)
-    return built

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .cache_view import CacheView
 from .drafter_view import NOT_READ_BY_DRAFTER
-from .history import Match
+from .history import Match, Seen
 from .record import Shortfall
 
 OTHER_TENANT = "the earlier request was another tenant's"
@@ -41,37 +41,51 @@ def explain_shortfall(
     earlier = match.sequence
     if not missing or earlier is None:
         return None
-    media = media_in_the_way(match.length)
-    rules: list[tuple[Callable[[], bool], str]] = [
-        (lambda: cache.off is not None, cache.off or ""),
-        (lambda: earlier.tenant != tenant, OTHER_TENANT),
-        (
-            lambda: None not in (earlier.salt, salt) and earlier.salt != salt,
-            OTHER_MEDIA,
-        ),
-        (lambda: earlier.running, STILL_RUNNING),
-        (
-            lambda: match.length < cache.minimum,
-            f"below the minimum of {cache.minimum} tokens",
-        ),
-        (lambda: bool(media), media),
-        (shorter_for_drafter, NOT_READ_BY_DRAFTER),
-        (lambda: refused, NO_MEMORY),
-        (
-            lambda: match.length > max(earlier.prompt, earlier.committed),
-            earlier.reason or "",
-        ),
-        (
-            lambda: earlier.dropped is not None and cache.evictions > earlier.dropped,
-            DROPPED,
-        ),
-        (
-            lambda: cache.whole_states and match.length < earlier.committed,
-            NO_STATE_HERE,
-        ),
-    ]
-    reason = next(
-        (text for applies, text in rules if text and applies()),
-        earlier.reason or NOT_KEPT,
+    reasons = _reasons(
+        match,
+        earlier,
+        tenant=tenant,
+        salt=salt,
+        cache=cache,
+        refused=refused,
+        media_in_the_way=media_in_the_way,
+        shorter_for_drafter=shorter_for_drafter,
     )
-    return Shortfall(missing, reason)
+    return Shortfall(missing, next(reasons))
+
+
+def _reasons(
+    match: Match,
+    earlier: Seen,
+    *,
+    tenant: str | None,
+    salt: int | None,
+    cache: CacheView,
+    refused: bool,
+    media_in_the_way: Callable[[int], str],
+    shorter_for_drafter: Callable[[], bool],
+) -> Iterator[str]:
+    """The reasons that hold, the most telling one first; at least one."""
+    if cache.off:
+        yield cache.off
+    if earlier.tenant != tenant:
+        yield OTHER_TENANT
+    if None not in (earlier.salt, salt) and earlier.salt != salt:
+        yield OTHER_MEDIA
+    if earlier.running:
+        yield STILL_RUNNING
+    if match.length < cache.minimum:
+        yield f"below the minimum of {cache.minimum} tokens"
+    if media := media_in_the_way(match.length):
+        yield media
+    if shorter_for_drafter():
+        yield NOT_READ_BY_DRAFTER
+    if refused:
+        yield NO_MEMORY
+    if earlier.reason and match.length > max(earlier.prompt, earlier.committed):
+        yield earlier.reason
+    if earlier.dropped is not None and cache.evictions > earlier.dropped:
+        yield DROPPED
+    if cache.whole_states and match.length < earlier.committed:
+        yield NO_STATE_HERE
+    yield earlier.reason or NOT_KEPT

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.behaviour.pictures import look, picture
 from tests.behaviour.sessions import common, new_tokens
-from tests.behaviour.test_bad_input import look, picture
 from tests.fakes.server import system, user
 
 change = pytest.mark.change("segment-tree")

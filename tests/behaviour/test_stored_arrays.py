@@ -7,9 +7,9 @@ import importlib
 
 import pytest
 
+from tests.behaviour.pictures import look, picture
 from tests.behaviour.sessions import new_tokens
 from tests.behaviour.stored import leases
-from tests.behaviour.test_bad_input import look, picture
 from tests.behaviour.test_rejoin import records
 from tests.fakes.server import user
 

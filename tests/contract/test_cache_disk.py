@@ -10,7 +10,7 @@ import pytest
 from mlx_vlm_cacheplus import cli
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES
 from mlx_vlm_cacheplus.core.disk_store import DiskStore
-from tests.contract.test_disk_store import put
+from tests.contract.disk_entries import put
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mlx_vlm_cacheplus.commands import cache_mlx_lm
 from mlx_vlm_cacheplus.core.disk_store import DiskStore
 from mlx_vlm_cacheplus.replay.serving import Server
 from mlx_vlm_cacheplus.replay.widen import widened_copy
-from tests.contract.test_disk_store import put
+from tests.contract.disk_entries import put
 from tests.fakes.models import model_dir
 
 library = pytest.importorskip("mlx_lm", reason="the extra interop is not installed")

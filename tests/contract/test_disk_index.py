@@ -10,7 +10,7 @@ import xxhash
 from mlx_vlm_cacheplus.core.disk_folder import ENTRIES
 from mlx_vlm_cacheplus.core.disk_index import INDEX, SCHEMA
 from mlx_vlm_cacheplus.core.disk_store import DiskStore
-from tests.contract.test_disk_store import file_of, folder, put, store
+from tests.contract.disk_entries import file_of, folder, put, store
 
 __all__ = ["folder", "store"]
 

@@ -18,9 +18,9 @@ from mlx_vlm_cacheplus.core.disk_plan import wanted_of
 from mlx_vlm_cacheplus.core.disk_safetensors import head_of
 from mlx_vlm_cacheplus.core.disk_sections import ORDER, Changed, check, digest
 from mlx_vlm_cacheplus.core.disk_store import DiskStore, Spoiled
+from tests.contract.disk_entries import folder, put, store
 from tests.contract.disk_server import quick, server_entries, session, start
 from tests.contract.test_disk_format import WRITTEN
-from tests.contract.test_disk_store import folder, put, store
 
 __all__ = ["folder", "quick", "start", "store"]
 

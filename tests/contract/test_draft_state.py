@@ -19,7 +19,8 @@ from mlx_vlm_cacheplus.core.draft_state import (
     view_of,
 )
 from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
-from tests.fakes.token_caches import LAYOUTS, fold
+from tests.fakes.token_caches import LAYOUTS
+from tests.fakes.token_layers import fold
 
 ROOM = 1 << 40
 TOKENS = st.integers(0, 2)

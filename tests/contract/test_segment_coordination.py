@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_vlm_cacheplus.core import segment_coordination as core
-from tests.fakes.token_caches import Dense, Layout
+from tests.fakes.token_caches import Layout
+from tests.fakes.token_layers import Dense
 
 DENSE = Layout((Dense(heads=2),))
 ANY = {

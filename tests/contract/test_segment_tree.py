@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
 from mlx_vlm_cacheplus.core.segment_tree import Lease, Node, SegmentTree, common_prefix
-from tests.fakes.token_caches import Dense, Layout, Recurrent, nodes_of
+from tests.fakes.token_caches import Layout, nodes_of
+from tests.fakes.token_layers import Dense, Recurrent
 
 ROOM = 1 << 40
 

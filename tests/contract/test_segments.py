@@ -12,19 +12,16 @@ from mlx_vlm.models.unlimited_ocr.language import RingSlidingKVCache
 
 from mlx_vlm_cacheplus.core import segments
 from mlx_vlm_cacheplus.core.segment_cache import SegmentCache
+from mlx_vlm_cacheplus.core.segment_layers import STATE, layout_of
 from tests.fakes.token_caches import (
     LAYOUTS,
-    Dense,
     Layout,
-    Quantized,
-    Recurrent,
-    Window,
     arrays_of,
     bytes_of,
     count_calls,
-    encode,
     nodes_of,
 )
+from tests.fakes.token_layers import Dense, Quantized, Recurrent, Window, encode
 
 ROOM = 1 << 40
 DENSE = Layout((Dense(heads=2), Dense()))
@@ -276,7 +273,7 @@ def test_a_subclass_of_a_sliceable_layer_is_kept_whole_and_comes_back_as_itself(
     for layer in (ring, hy):
         layer.update_and_fetch(*map(mx.array, encode([range(1, 7)], 1, 4)))
     live = [ring, hy]
-    assert segments.layout_of(live) == (segments.STATE, segments.STATE)
+    assert layout_of(live) == (STATE, STATE)
     cache = SegmentCache(ROOM)
     assert cache.commit(tuple(range(1, 7)), 0, live, 0)
     hit = cache.find((*range(1, 7), 9), 0, always)
