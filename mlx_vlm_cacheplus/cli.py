@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from typing import Any
 
 from . import __version__
+from .commands.arguments import Parser
 
 COMMANDS = {
     "serve": "start the stock server with the changes applied; takes the stock's arguments",
     "doctor": "say what would be applied here, and what stands in the way",
     "replay": "replay a recorded agent session against a server and count what it reads again",
-    "cache": "list, pin, unpin and forget the sessions of a running server, or reset its cache",
+    "cache": "look at, check, shrink, export or import what is on disk (ls, show, verify, rm, gc, export, import); list, "
+    "pin, unpin, forget or reset the sessions of a running server",
     "patches": "list the changes with their patch files and pull-request texts",
 }
 
@@ -25,9 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         from .commands import serve
 
         return serve.run(words[1:])
-    parser = argparse.ArgumentParser(
-        prog="mlx-vlm-cacheplus", description=__doc__.split("\n")[0]
-    )
+    parser = Parser(prog="mlx-vlm-cacheplus", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--version", action="version", version=f"mlx-vlm-cacheplus {__version__}"
     )
@@ -44,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _run(parser: argparse.ArgumentParser, commands: Any, words: list[str]) -> int:
+def _run(parser: Parser, commands: Any, words: list[str]) -> int:
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if words[:1] == [name]:

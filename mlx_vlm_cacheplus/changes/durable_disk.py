@@ -27,7 +27,7 @@ def check_folder(text: str) -> None:
 def check_gb(text: str) -> None:
     """Raise ValueError for what is no size."""
     try:
-        fits = 0 <= float(text) < float("inf")
+        fits = 0 <= float(text) * (1 << 30) < float("inf")
     except ValueError:
         fits = False
     if not fits:
@@ -55,11 +55,12 @@ def settings(overrides: Any) -> Any:
 
 def describe_disk(overrides: Any) -> str:
     """Folder, limit and what waits for it, for the start-up line, or off."""
+    from ..core.disk_settings import size_text
+
     found = settings(overrides)
     if found is None:
         return "off"
-    limit = found.max_bytes
-    size = f"{limit / (1 << 30):g} GB" if limit else "no limit"
+    size = size_text(found.max_bytes) if found.max_bytes else "no limit"
     return f"{found.folder}, {size}{', ends of replies wait' if found.sync else ''}"
 
 
@@ -104,7 +105,7 @@ class DurableDisk(Change):
         Option(
             "--cacheplus-disk-gb",
             LIMIT,
-            "What that folder may take, in GB; 0 is no limit. Default: APC_DISK_MAX_GB, or 20.",
+            "What that folder may take, in GB of 2**30 bytes; 0 is no limit. Default: APC_DISK_MAX_GB, or 20.",
             "GB",
             check_gb,
         ),

@@ -12,12 +12,31 @@ from typing import Any
 
 import httpx
 
+from ..core.disk_settings import size_text
+from ..settings import UsageError
+from .arguments import check_key, server_address
+from .tables import show
+
 PATH = "/v1/cacheplus/sessions"
 DEFAULT_URL = "http://127.0.0.1:8080"
 KEY_VARIABLE = "MLX_VLM_SERVER_API_KEY"
 SECONDS = 30
 SERVER_ACTIONS = ("sessions", "pin", "unpin", "forget", "reset")
 DISK_ACTIONS = ("ls", "show", "verify", "rm", "gc", "export", "import")
+# What has to be named, and where it is found.
+SESSION = ("the id of a session",), "cache sessions"
+NEEDS = {
+    "pin": SESSION,
+    "unpin": SESSION,
+    "forget": SESSION,
+    "show": (("the number of a root",), "cache ls"),
+    "rm": (("the number of a root, or all",), "cache ls"),
+    "export": (
+        ("a session or the number of an entry", "a file to write"),
+        "cache show ROOT",
+    ),
+    "import": (("a file that `cache export` wrote",), "cache --help"),
+}
 
 
 class Unanswered(Exception):
@@ -44,8 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of an exported file (%(default)s); mlx-lm: a file for mlx_lm.generate --prompt-cache-file, which needs the extra interop",
     )
     parser.add_argument("--disk", metavar="DIR", help="the folder on disk")
-    parser.add_argument("--gb", help="its limit, for gc and import")
-    parser.add_argument("--url", default=DEFAULT_URL, help="server (%(default)s)")
+    parser.add_argument(
+        "--gb", help="its limit in GB of 2**30 bytes, for gc and import; 0 is none"
+    )
+    parser.add_argument(
+        "--url",
+        default=DEFAULT_URL,
+        type=server_address,
+        help="server (%(default)s)",
+    )
     parser.add_argument(
         "--scope",
         choices=("ram", "disk", "all"),
@@ -62,17 +88,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0 where it was done; 1 where the server refused or is not there; 2 for a mistake."""
-    if options.action in DISK_ACTIONS:
-        from .cache_disk import run as run_on_disk
-
-        return run_on_disk(options)
-    needs_session = options.action in ("pin", "unpin", "forget")
-    if needs_session != bool(options.what):
-        need = "needs" if needs_session else "takes no"
-        print(f"error: {options.action} {need} session id", file=sys.stderr)
-        return 2
     try:
+        check_words(options)
+        if options.action in DISK_ACTIONS:
+            from .cache_disk import run as run_on_disk
+
+            return run_on_disk(options)
+        check_key(options.key, "--key", KEY_VARIABLE)
         answer = _ask(options)
+    except UsageError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     except Unanswered as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
@@ -84,6 +110,19 @@ def run(options: argparse.Namespace) -> int:
         done = ", ".join(f"{k} {v}" for k, v in answer.items() if k != "enabled")
         print(f"{options.action}: {done}")
     return 0
+
+
+def check_words(options: argparse.Namespace) -> None:
+    """Raise UsageError for a word that is missing or that would have no meaning."""
+    needed, where = NEEDS.get(options.action, ((), ""))
+    given = [str(word) for word in (options.what, options.file) if word is not None]
+    given = given if all(given) else given[: given.index("")]
+    if len(given) < len(needed):
+        need = " and ".join(needed[len(given) :])
+        raise UsageError(f"{options.action} needs {need}: see `{where}`")
+    if len(given) > len(needed):
+        extra = " ".join(given[len(needed) :])
+        raise UsageError(f"{options.action} takes no {extra!r}: leave it out")
 
 
 def _ask(options: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +156,6 @@ def _ask(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_sessions(answer: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     # Sessions of several tenants may have one name.
@@ -132,8 +170,6 @@ def _print_sessions(answer: dict[str, Any]) -> None:
         "requests",
         "hits",
         "last use",
-        title=f"{_size(answer['bytes'])} of {_size(answer['budget_bytes'])} in use; "
-        f"fair share {_size(answer['fair_share_bytes'])}",
     )
     for row in answer["sessions"]:
         state = row["state"] + (", pinned" if row["pinned"] else "")
@@ -142,18 +178,14 @@ def _print_sessions(answer: dict[str, Any]) -> None:
             *([row.get("tenant") or ""] if with_tenants else []),
             state,
             str(row["tokens"]),
-            _size(row["bytes"]),
+            size_text(row["bytes"]),
             f"{100 * row['share']:.1f} %",
             str(row["requests"]),
             str(row["hits"]),
             f"{max(0, time.time() - row['last_use']):.0f} s ago",
         )
-    Console().print(table)
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+    show(
+        table,
+        f"{size_text(answer['bytes'])} of {size_text(answer['budget_bytes'])} in use; "
+        f"fair share {size_text(answer['fair_share_bytes'])}",
+    )

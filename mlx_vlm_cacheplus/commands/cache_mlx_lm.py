@@ -45,11 +45,7 @@ def write(
         Unsuitable: for the reason that it says.
         Spoiled: an entry is not what was written.
     """
-    library = _library()
-    if file.suffix != ".safetensors":
-        raise Unsuitable(f"{file}: mlx-lm reads files that end in .safetensors")
-    if file.exists():
-        raise Unsuitable(f"{file} is there already")
+    library = check_target(file)
     roots = {root[0]: root for root in store.all_roots()}
     *_, layout, note = roots[spans[0].root]
     kinds = to_layout(layout)
@@ -64,6 +60,22 @@ def write(
     }
     library.save_prompt_cache(str(file), layers, described)
     return tokens
+
+
+def check_target(file: Path) -> Any:
+    """mlx-lm's own module, where it can write such a file.
+
+    Raises:
+        Unsuitable: for the reason that it says.
+    """
+    library = _library()
+    if file.suffix != ".safetensors":
+        raise Unsuitable(
+            f"{file}: mlx-lm reads files that end in .safetensors: name one so"
+        )
+    if file.exists():
+        raise Unsuitable(f"{file} is there already: name another file")
+    return library
 
 
 def _library() -> Any:

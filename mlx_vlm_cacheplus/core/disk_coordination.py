@@ -30,7 +30,7 @@ from .disk_identity import (
     tokenizer_name,
     verify,
 )
-from .disk_settings import DiskSettings
+from .disk_settings import DiskSettings, size_text
 from .disk_store import DiskStore
 from .disk_summary import summary
 from .disk_tier import FLUSH_SECONDS, DiskTier
@@ -162,16 +162,12 @@ def _say_found(tier: DiskTier) -> None:
         return
     mine = [row for row in found if row["identity"] == tier.identity]
     logger.info(
-        "Disk cache %s: %d entries, %.1f MB for this model; %.1f of %s MB in use%s",
+        "Disk cache %s: %d entries, %s for this model; %s of %s in use%s",
         tier.store.folder.path,
         sum(row["entries"] for row in mine),
-        sum(row["bytes"] for row in mine) / 1e6,
-        tier.store.nbytes / 1e6,
-        (
-            "any number of"
-            if tier.store.max_bytes is None
-            else tier.store.max_bytes // 10**6
-        ),
+        size_text(sum(row["bytes"] for row in mine)),
+        size_text(tier.store.nbytes),
+        "any size" if tier.store.max_bytes is None else size_text(tier.store.max_bytes),
         "" if tier.store.is_writer else "; another server writes there, this one reads",
     )
 

@@ -84,6 +84,15 @@ def is_sync(text: str) -> bool:
     return text == "reply"
 
 
+def size_text(nbytes: float) -> str:
+    """A size for people; a GB is of 2**30 bytes, as in APC_DISK_MAX_GB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1024 or unit == "GB":
+            break
+        nbytes /= 1024
+    return f"{round(nbytes, 2):g} {unit}"
+
+
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Where the tier is if nobody says: beside what the server keeps else."""
     home = environ.get("MLX_VLM_CACHE_HOME")

@@ -30,7 +30,7 @@ from .disk_index import Entry
 from .disk_intake import Intake
 from .disk_policy import Asking, Root, order
 from .disk_reader import Load
-from .disk_settings import QUEUE_BYTES
+from .disk_settings import QUEUE_BYTES, size_text
 from .disk_spill import Spill
 from .disk_store import DiskStore
 from .disk_sync import Receipt, ReplySync
@@ -321,6 +321,6 @@ def _refuse(receipt: Receipt) -> None:
 def say_left(paths: int, nbytes: int, seconds: float) -> None:
     """One line on what is lost."""
     logger.warning(
-        "Not written to disk in %.0f s: %d paths, %.1f MB; they will be read anew",
-        *(seconds, paths, nbytes / 1e6),
+        "Not written to disk in %.0f s: %d paths, %s; they will be read anew",
+        *(seconds, paths, size_text(nbytes)),
     )

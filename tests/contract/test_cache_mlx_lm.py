@@ -127,16 +127,16 @@ def refused(capsys, filled, *words):
 def test_what_cannot_be_such_a_file_is_refused(filled, tmp_path, capsys, monkeypatch):
     words = ("export", "agent", tmp_path / "a.tar", "--format", "mlx-lm")
     status, error = refused(capsys, filled, *words)
-    assert status == 1 and ".safetensors" in error
+    assert status == 2 and ".safetensors" in error
     file = tmp_path / "a.safetensors"
     file.write_bytes(b"kept")
     words = ("export", "agent", file, "--format", "mlx-lm")
     status, error = refused(capsys, filled, *words)
-    assert status == 1 and "is there already" in error
+    assert status == 2 and "is there already" in error
     assert file.read_bytes() == b"kept"
     monkeypatch.setitem(sys.modules, "mlx_lm.models", None)
     status, error = refused(capsys, filled, *words)
-    assert status == 1 and cache_mlx_lm.ADVICE in error
+    assert status == 2 and cache_mlx_lm.ADVICE in error
     words = ("import", file, "--format", "mlx-lm")
     status, error = refused(capsys, filled, *words)
     assert status == 2 and "which tokens" in error

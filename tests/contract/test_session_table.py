@@ -237,14 +237,13 @@ def test_the_command_lists_sessions(server, capsys):
     url, asked = server
     assert cli.main(["cache", "sessions", "--url", url]) == 0
     out = capsys.readouterr().out
-    assert "main" in out and "2.0 KiB" in out and "50.0 %" in out
+    assert "main" in out and "2 KB" in out and "50.0 %" in out
     assert cli.main(["cache", "sessions", "--url", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == LIST
     assert asked == [("sessions", None)] * 2
 
 
 def test_sessions_of_one_name_are_told_apart_by_their_tenants(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "160")
     rows = [{**ROW, "tenant": "red"}, {**ROW, "tenant": None}]
     monkeypatch.setattr(cache, "_ask", lambda options: {**LIST, "sessions": rows})
     assert cli.main(["cache", "sessions"]) == 0
@@ -272,6 +271,24 @@ def test_what_the_command_says_when_it_is_not_done(server, capsys):
     assert cli.main(["cache", "pin", "gone", "--url", url]) == 1
     assert "there is no session" in capsys.readouterr().err
     assert cli.main(["cache", "sessions", "--url", "http://127.0.0.1:9"]) == 1
-    assert cli.main(["cache", "sessions", "--url", "file:///etc/hosts"]) == 1
     assert cli.main(["cache", "pin", "--url", url]) == 2
     assert cli.main(["cache", "reset", "main", "--url", url]) == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["x", "file:///etc/hosts", "http://h:99999", "http://["]
+)
+def test_an_address_that_is_none_is_refused(url, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["cache", "sessions", "--url", url])
+    error = capsys.readouterr().err
+    assert leaving.value.code == 2 and error.count("\n") == 1
+    assert f"give an address such as http://127.0.0.1:8080, not {url!r}" in error
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "a\nb"])
+def test_a_key_that_no_header_holds_is_refused(server, key, capsys):
+    url, asked = server
+    assert cli.main(["cache", "sessions", "--url", url, "--key", key]) == 2
+    error = capsys.readouterr().err
+    assert "--key" in error and key not in error and not asked
