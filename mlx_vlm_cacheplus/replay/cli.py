@@ -18,10 +18,23 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from ..commands.arguments import (
+    Parser,
+    check_key,
+    file_to_write,
+    seconds,
+    server_address,
+    some_seconds,
+    whole_from,
+)
+from ..settings import UsageError
 from . import client, importer, plot, session, table
 from .rows import Row, total
 from .tokens import ModelTokenizer, NewCounter
 from .wire import PROTOCOLS, ServerFault
+
+KEY_VARIABLE = "MLX_VLM_SERVER_API_KEY"
+FAULTS = (session.SessionError, ServerFault, plot.PlotUnavailable, UsageError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,27 +48,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--base", default="http://127.0.0.1:8080", help="default: %(default)s")
+    base = "http://127.0.0.1:8080"
+    add("--base", type=server_address, default=base, help="default: %(default)s")
     add("--model", help="model name to ask for (default: the one that is loaded)")
     add("--api", choices=sorted(PROTOCOLS), default="chat", help="default: chat")
     stream = argparse.BooleanOptionalAction
     add("--stream", action=stream, default=True, help="stream replies (default: yes)")
-    key = os.environ.get("MLX_VLM_SERVER_API_KEY")
-    add("--api-key", default=key, help="default: MLX_VLM_SERVER_API_KEY")
+    key = os.environ.get(KEY_VARIABLE)
+    add("--api-key", default=key, help=f"default: {KEY_VARIABLE}")
     longest = "longest silence of the server (default: 600)"
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help=longest)
+    add(
+        "--timeout",
+        type=some_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help=longest,
+    )
 
 
 def _add_play(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--sessions", type=_positive, default=1, help="sessions at once (default: 1)")
+    count = whole_from(1)
+    add("--sessions", type=count, default=1, help="sessions at once (default: 1)")
     later = "start each so much after the one before"
-    add("--stagger", type=float, default=0.0, metavar="SECONDS", help=later)
+    add("--stagger", type=seconds, default=0.0, metavar="SECONDS", help=later)
     add("--share", action="store_true", help="let all sessions say exactly the same")
     differ = "put [TEXT] first, to differ from earlier runs"
     add("--marker", default="", metavar="TEXT", help=differ)
-    add("--turns", type=_positive, help="stop after so many turns")
-    add("--max-tokens", type=_positive, help="longest reply (default: the session's)")
+    add("--turns", type=count, help="stop after so many turns")
+    add("--max-tokens", type=count, help="longest reply (default: the session's)")
     forced = "send the recorded replies back, not the model's own"
     add("--forced", action="store_true", help=forced)
 
@@ -64,31 +85,28 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     counts = "model directory whose tokenizer counts the new tokens"
     add("--tokenizer", metavar="DIR", help=counts)
-    add("--json", metavar="FILE", help="write the raw rows")
-    add("--plot", metavar="FILE", help="draw restored and prefilled tokens per turn")
+    add("--json", type=file_to_write, metavar="FILE", help="write the raw rows")
+    picture = "draw restored and prefilled tokens per turn"
+    add("--plot", type=file_to_write, metavar="FILE", help=picture)
     make = "make a session file from a request log instead"
     add("--import", dest="log", metavar="LOG", help=make)
-    add("-o", "--output", metavar="FILE", help="where --import writes (default: -)")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
+    where = "where --import writes (default: standard output)"
+    add("-o", "--output", type=file_to_write, metavar="FILE", help=where)
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what the arguments say; 0 when it worked, 2 and one line on standard error when not."""
     try:
-        if args.log:
+        if args.log is not None:
             return _import(args)
+        if args.output is not None:
+            raise UsageError("-o is where --import writes: leave it out, or see --json")
         if not args.session:
             raise session.SessionError(
                 "name a session file or one of: " + ", ".join(session.bundled())
             )
         return _replay(args)
-    except (session.SessionError, ServerFault, plot.PlotUnavailable, OSError) as error:
+    except (*FAULTS, OSError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -96,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    if args.session is not None:
+        raise UsageError(f"--import plays no session: leave out {args.session!r}")
     path = Path(args.log)
     imported = importer.import_log(session.read_text(path), path.stem, str(path))
     for line in imported.skipped:
@@ -110,8 +130,9 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    check_key(args.api_key, "--api-key", KEY_VARIABLE)
     if args.plot:
-        plot.require()
+        plot.require(args.plot)
     played = session.load(args.session).first(args.turns)
     options = client.Options(
         base=args.base.rstrip("/"),
@@ -168,13 +189,21 @@ def progress_bar() -> Progress:
 
 def tokenizer_for(directory: str | None, model: str | None) -> ModelTokenizer | None:
     """The tokenizer that was named, else the model's own when the model is a directory here."""
+    flag = "--model" if directory is None else "--tokenizer"
     if directory is None and model and (Path(model) / "tokenizer.json").is_file():
         directory = model
     if directory is None:
         return None
     if not Path(directory).is_dir():
         raise session.SessionError(f"--tokenizer {directory}: not a directory")
-    return ModelTokenizer(directory)
+    try:
+        return ModelTokenizer(directory)
+    except ModuleNotFoundError:
+        raise
+    except Exception as fault:  # transformers' own, and those of what reads the files
+        raise session.SessionError(
+            f"{flag} {directory}: no tokenizer that transformers can read ({type(fault).__name__}): name a model directory with --tokenizer"
+        ) from None
 
 
 def notes(rows: list[Row]) -> list[str]:
@@ -208,9 +237,7 @@ def write_rows(path: Path, head: dict[str, object], result: client.Replayed) -> 
 
 def main(argv: list[str] | None = None) -> int:
     """``python -m mlx_vlm_cacheplus.replay.cli``."""
-    parser = argparse.ArgumentParser(
-        prog="mlx-vlm-cacheplus replay", description=__doc__
-    )
+    parser = Parser(prog="mlx-vlm-cacheplus replay", description=__doc__)
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

@@ -6,7 +6,6 @@ stops it.  The exit status is 0 when the claim is met: the same replies, and no 
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from ..commands.arguments import Parser, file_to_write, whole_from
 from . import client, compare, session, table
 from .cli import progress_bar
 from .compare import PLUS, STOCK, Comparison
@@ -44,9 +44,9 @@ class Case:
     bundled: bool
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Arguments of the demo; none is needed."""
-    result = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    result = Parser(prog="python -m mlx_vlm_cacheplus.replay.demo", description=__doc__)
     result.add_argument(
         "--session",
         default="short",
@@ -59,20 +59,25 @@ def parser() -> argparse.ArgumentParser:
         help="bundled model or model directory; may be repeated",
     )
     result.add_argument(
-        "--slack", type=int, help="tokens a turn may compute beyond the new ones"
+        "--slack",
+        type=whole_from(0),
+        help="tokens a turn may compute beyond the new ones",
     )
     result.add_argument(
         "--rounds",
-        type=int,
+        type=whole_from(1),
         default=1,
         help="rounds, in alternating order (default: 1)",
     )
     result.add_argument(
         "--warm", action="store_true", help="replay once before timing, on each server"
     )
-    result.add_argument("--turns", type=int, help="stop after so many turns")
+    result.add_argument("--turns", type=whole_from(1), help="stop after so many turns")
     result.add_argument(
-        "--json", metavar="FILE", help="write the raw rows of both sides to FILE"
+        "--json",
+        type=file_to_write,
+        metavar="FILE",
+        help="write the raw rows of both sides to FILE",
     )
     return result
 
@@ -234,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tempfile.TemporaryDirectory(prefix="cacheplus-demo-") as home,
             progress_bar() as bar,
         ):
-            plan = Plan(played, max(1, args.rounds), args.warm, Path(home), bar)
+            plan = Plan(played, args.rounds, args.warm, Path(home), bar)
             for case in wanted:
                 comparisons.append(run_case(case, plan))
     except (session.SessionError, StartFailed, ServerFault, OSError) as error:

@@ -11,20 +11,27 @@ MISSING = "--plot needs matplotlib, which is not installed: pip install 'mlx-vlm
 
 
 class PlotUnavailable(RuntimeError):
-    """matplotlib is not installed; the message says how to get it."""
+    """There is no matplotlib, or no such kind of picture; the message says what to do."""
 
 
-def require() -> None:
+def require(path: str | Path) -> None:
     """Raise PlotUnavailable before any work is done, when the picture cannot be drawn."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise PlotUnavailable(MISSING) from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    suffix = Path(path).suffix[1:].lower()
+    if suffix and suffix not in kinds:
+        raise PlotUnavailable(
+            f"--plot {path}: no picture can be written as {suffix!r}: name a file that ends in .png, or one of "
+            + ", ".join(sorted(kinds))
+        )
 
 
 def draw(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     """Write the picture; stacked bars, one a turn, summed over sessions."""
-    require()
+    require(path)
     import matplotlib
 
     matplotlib.use("Agg")

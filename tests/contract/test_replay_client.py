@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mlx_vlm_cacheplus.replay import cli, client
+from mlx_vlm_cacheplus.replay import cli, client, demo
 from mlx_vlm_cacheplus.replay.rows import ESTIMATE, REPORT, TOKENIZER, total
 from mlx_vlm_cacheplus.replay.session import Session, Turn, dump
 from mlx_vlm_cacheplus.replay.tokens import NewCounter
@@ -267,3 +267,55 @@ def test_a_server_that_was_warm_before_is_said(capsys, tmp_path):
         assert "warm before" not in capsys.readouterr().out
         cli.main([str(path), "--base", server.base])
     assert "warm before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--sessions", "x"], "--sessions: give a whole number from 1, not 'x'"),
+        (["--turns", "0"], "--turns: give a whole number from 1, not '0'"),
+        (["--max-tokens", "1.5"], "--max-tokens: give a whole number from 1"),
+        (["--timeout", "-1"], "--timeout: give seconds above 0, not '-1'"),
+        (["--timeout", "nan"], "--timeout: give seconds above 0, not 'nan'"),
+        (["--stagger", "-1"], "--stagger: give seconds from 0, not '-1'"),
+        (["--stagger", "soon"], "--stagger: give seconds from 0, not 'soon'"),
+        (["--json", "/nowhere/x.json"], "--json: there is no folder /nowhere: make it"),
+        (["--json", "/"], "--json: / is a folder: name a file in it"),
+        (["--plot", "/nowhere/x.png"], "--plot: there is no folder /nowhere"),
+        (["--base", "http://127.0.0.1:99999"], "--base: give an address such as"),
+        (["--base", "localhost"], "--base: give an address such as"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_request(words, text, capsys):
+    with FakeServer(script) as server:
+        with pytest.raises(SystemExit) as leaving:
+            cli.main(["short", "--base", server.base, *words])
+        assert leaving.value.code == 2 and not server.asked
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+def test_what_is_found_out_later_is_said_before_any_request_too(tmp_path, capsys):
+    with FakeServer(script) as server:
+        for words, text in (
+            (["--api-key", "schl\u00fcssel"], "the API key (--api-key,"),
+            (["--tokenizer", str(tmp_path)], f"--tokenizer {tmp_path}: no tokenizer"),
+            (["--import", "log"], "leave out 'short'"),
+            (["-o", str(tmp_path / "x")], "-o is where --import writes"),
+        ):
+            assert cli.main(["short", "--base", server.base, *words]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("replay: ") and error.count("\n") == 1
+            assert text in error
+        assert not server.asked
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--rounds", "0"], ["--turns", "x"], ["--slack", "-1"], ["--json", "/nowhere/x"]],
+)
+def test_a_mistake_for_the_demo_is_one_line(words, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        demo.main(words)
+    error = capsys.readouterr().err
+    assert leaving.value.code == 2 and error.count("\n") == 1 and words[0] in error

@@ -18,6 +18,13 @@ def test_without_matplotlib_the_extra_is_named_before_any_request(monkeypatch, c
     assert capsys.readouterr().err == f"replay: {plot.MISSING}\n"
 
 
+def test_a_kind_of_picture_that_is_none_is_said_before_any_request(capsys):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["short", "--plot", "x.xyz", "--base", "http://127.0.0.1:9"]) == 2
+    error = capsys.readouterr().err
+    assert "'xyz'" in error and ".png" in error and error.count("\n") == 1
+
+
 def test_a_picture_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "turns.png"
