@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from ..change import SUPPORTED_VERSIONS, Change
 
 # A checkout has the files beside the package; a wheel has the data of the changes only.
 REPOSITORY = Path(__file__).resolve().parents[2]
+ELSEWHERE = (
+    "The patches and PR texts are not in the installed package: they are in a checkout of the repository, in patches/ "
+    "and upstream-pr/."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +33,11 @@ def run(options: argparse.Namespace) -> int:
     if options.name:
         rows = [row for row in rows if row["name"] == options.name]
         if not rows:
-            print(f"error: there is no change named {options.name!r}")
+            known = ", ".join(change.name for change in all_changes())
+            print(
+                f"error: there is no change named {options.name!r}: name one of {known}",
+                file=sys.stderr,
+            )
             return 2
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -38,6 +47,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"{key}: {text if text not in (None, '') else '-'}")
     else:
         Console().print(_table(rows))
+    if not (REPOSITORY / "patches").is_dir():
+        # Standard output is the list's alone where a program reads it.
+        print(ELSEWHERE, file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

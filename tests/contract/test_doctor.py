@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 
 import pytest
@@ -188,6 +189,42 @@ def test_patches_lists_every_change(capsys):
     assert cli.main(["patches", ORDER[0]]) == 0
     assert "remove_when: " in capsys.readouterr().out
     assert cli.main(["patches", "nope"]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and "'nope'" in error and ORDER[0] in error
+
+
+@pytest.mark.parametrize("words", [[], ["row-errors"], ["--json"]])
+def test_an_installed_package_says_once_where_the_patches_are(
+    words, tmp_path, monkeypatch, capsys
+):
+    from mlx_vlm_cacheplus.commands import patches
+
+    assert cli.main(["patches", *words]) == 0
+    assert "checkout" not in "".join(capsys.readouterr())
+    monkeypatch.setattr(patches, "REPOSITORY", tmp_path)
+    assert cli.main(["patches", *words]) == 0
+    out, error = capsys.readouterr()
+    said, other = (error, out) if "--json" in words else (out, error)
+    assert said.count("a checkout of the repository") == 1 and "checkout" not in other
+
+
+def test_a_mistake_is_one_line_in_words(capsys):
+    for words, text in (
+        (["doctor", "--port", "x"], "--port: give a whole number, not 'x'"),
+        (["nonsense"], "'nonsense'"),
+        (["patches", "a", "b"], "unrecognized arguments: b"),
+    ):
+        with pytest.raises(SystemExit) as leaving:
+            cli.main(words)
+        error = capsys.readouterr().err
+        assert leaving.value.code == 2 and error.count("\n") == 1
+        assert text in error and "--help" in error
+
+
+def test_help_says_what_cache_does_on_disk():
+    from mlx_vlm_cacheplus.commands.cache import DISK_ACTIONS
+
+    assert set(DISK_ACTIONS) <= set(re.findall(r"\w+", cli.COMMANDS["cache"]))
 
 
 def test_command_line_help(capsys):
