@@ -27,8 +27,9 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt startup/mlx_vlm_cacheplus.pth startup/mlx_vlm_cacheplus.start
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Python 3.10 or newer is needed: make PYTHON=python3.12"; exit 1; }
+	@echo "Setting up $(VENV): mlx-vlm, MLX and the tools of the tests ($(EXTRAS)) are downloaded and installed there. This takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 test: env

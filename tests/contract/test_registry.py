@@ -166,6 +166,15 @@ def test_continuous_integration_calls_the_makefile():
     assert commands == ["exec make test test-oldest"]
 
 
+def test_a_set_up_says_what_it_does_before_it_takes_minutes():
+    """pip has no -q, with which it would say nothing until it is done."""
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    (install,) = [n for n, line in enumerate(lines) if "-m pip install" in line]
+    assert " -q" not in lines[install]
+    told = [line for line in lines[install - 3 : install] if "@echo" in line]
+    assert "$(VENV)" in told[0] and "minutes" in told[0]
+
+
 def test_the_oldest_release_is_the_one_that_is_run():
     makefile = (ROOT / "Makefile").read_text()
     assert f'--legs "" --releases {SUPPORTED_VERSIONS[0]}\n' in makefile
