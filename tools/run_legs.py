@@ -2,7 +2,7 @@
 
     python tools/run_legs.py                    all five legs
     python tools/run_legs.py --legs S,M         some of them
-    python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests
+    python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests, then all of these
     python tools/run_legs.py --each-alone       also: every patch that can be taken alone, with its own tests
     python tools/run_legs.py --each-off         also: leg M without each change, which its tests must notice
     python tools/run_legs.py --legs "" --off NAME,NAME      those alone
@@ -209,15 +209,31 @@ def run_without(name: str, extra: list[str]) -> Outcome:
 def run_patch_tests(name: str, trees: Path, alone: bool = False) -> Outcome:
     """Run the tests that go upstream with a patch, on the tree that ends with it."""
     label = f"alone: {name}" if alone else f"its tests: {name}"
+    file = f"test_{name.replace('-', '_')}.py"
+    return _run_in_tree(label, trees, file, name, alone)
+
+
+def run_all_patch_tests(trees: Path) -> Outcome:
+    """Run the tests of all patches on the whole series: a later patch may break an earlier
+    one's, and upstream runs them all with every patch."""
+    return _run_in_tree("all patches' tests", trees)
+
+
+def _run_in_tree(
+    label: str,
+    trees: Path,
+    file: str = "",
+    upto: str | None = None,
+    alone: bool = False,
+) -> Outcome:
     try:
-        tree = patched_tree(trees, name, alone)
+        tree = patched_tree(trees, upto, alone)
     except NoTree as problem:
         return Outcome(label, 1, 0.0, {}, str(problem))
-    file = tree / "mlx_vlm" / "tests" / f"test_{name.replace('-', '_')}.py"
-    env = leg_environment("P", tree, name)
+    env = leg_environment("P", tree, upto)
     env["PYTHONPATH"] = str(tree)
     arguments = ["-q", "--rootdir", str(tree), "--timeout", str(TEST_SECONDS)]
-    return run(label, [*arguments, str(file)], env)
+    return run(label, [*arguments, str(tree / "mlx_vlm" / "tests" / file)], env)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -250,6 +266,7 @@ def _tasks(
         for name in series():
             tasks.append(partial(run_patch_tests, name, trees))
             tasks.append(partial(run_leg, "P", trees, extra, name))
+        tasks.append(partial(run_all_patch_tests, trees))
     if options.each_alone:
         names = alone_patches()
         tasks += [partial(run_patch_tests, n, trees, alone=True) for n in names]

@@ -72,7 +72,7 @@ def open_tier(server: Any) -> None:
         logger.debug("Disk cache not opened: %s", fault)
     try:
         _open_tier(server, store, settings)
-    except OSError as fault:
+    except Exception as fault:  # also of a path that no repository can have
         store.close()
         logger.warning("No disk cache: %s", fault)
 

@@ -259,6 +259,8 @@ def keep_rows_apart(batch: Any) -> None:
 
     Call before its round loop starts; its cache entries may become others.
     """
+    if getattr(batch, "drafted", None) is None:
+        return  # built by hand: nobody knows its rounds
     asked = mode() == "always" or mode() == "auto" and _tried(batch)
     joins = asked and _reason_of_family(batch) is None
     if joins and takes_ragged_rows(batch.draft_model, batch.draft_kind):
