@@ -204,9 +204,10 @@ def _take_rows(taker: Any, batch: Any) -> None:
         "verified_features": None,
         "_rounds_iter": None,
     }
-    # From here on nothing fails half-way.
     for one in (taker, batch):
         batch_drafter.report_back(one)
+    # From here on nothing fails half-way.
+    for one in (taker, batch):
         one._rounds_iter.close()
     install()
     taker.__dict__.pop("rope_deltas_of_all", None)
