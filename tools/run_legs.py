@@ -2,6 +2,7 @@
 
     python tools/run_legs.py                    all five legs
     python tools/run_legs.py --legs S,M         some of them
+    python tools/run_legs.py --patch-tests      also: the tests of all patches, on the whole series
     python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests, then all of these
     python tools/run_legs.py --each-alone       also: every patch that can be taken alone, with its own tests
     python tools/run_legs.py --each-off         also: leg M without each change, which some of its tests must notice
@@ -244,6 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--legs", default=",".join(LEGS), help="default: %(default)s")
+    add("--patch-tests", action="store_true", help="and the tests of all patches")
     add("--each-patch", action="store_true", help="and each patch by itself")
     add("--each-alone", action="store_true", help="and each patch on what it requires")
     add("--each-off", action="store_true", help="and leg M without each change")
@@ -270,6 +272,7 @@ def _tasks(
         for name in series():
             tasks.append(partial(run_patch_tests, name, trees))
             tasks.append(partial(run_leg, "P", trees, extra, name))
+    if options.each_patch or options.patch_tests:
         tasks.append(partial(run_all_patch_tests, trees))
     if options.each_alone:
         names = alone_patches()
