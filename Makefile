@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt startup/mlx_vlm_cacheplus.pth startup/m
 
 test: env
 	$(PYTEST) -m "not slow"
-	$(BIN)/python tools/run_legs.py
+	$(BIN)/python tools/run_legs.py --patch-tests
 
 test-all: env
 	$(PYTEST)

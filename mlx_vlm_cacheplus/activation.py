@@ -151,7 +151,7 @@ def _on_server(module: Any) -> None:
     if selection.on:
         _guarded(_apply)
         _announce()
-    elif selection.source.startswith(ENV):
+    elif selection.source.startswith((ENV, "--")):
         print(f"mlx-vlm-cacheplus: off ({selection.source})", file=sys.stderr)
 
 
@@ -214,14 +214,40 @@ def _prepare(default_on: bool = False) -> None:
     selection = settings.read_selection(words, os.environ, _process.names)
     if not selection.on and default_on and not selection.source:
         selection = settings.Selection(True, None, "activate()")
-    if any(word in ("-h", "--help") for word in words):
+    asks_help = any(word in ("-h", "--help") for word in words)
+    if asks_help:
         selection = settings.Selection(False)
     _process.changes = plugins.all_changes()
+    if not selection.on and not selection.source and not asks_help:
+        _refuse_lone_options(words)
     if selection.on:
         _process.chosen = settings.choose_changes(selection, _process.changes)
         settings.check_prefix_cache(os.environ, selection.source)
         _complete_environment(words, selection)
     _process.selection = selection
+
+
+def _refuse_lone_options(words: list[str]) -> None:
+    """An option of ours without our flag, which stock would not know either."""
+    from . import settings
+
+    options = [option for change in _process.changes for option in change.options]
+    for option in settings.flags_given(words, options):
+        raise settings.UsageError(
+            f"{option.flag} is an option of {settings.FLAG}: add {settings.FLAG}, or drop {option.flag}"
+        )
+
+
+def _refuse_options_of_others(words: list[str], source: str) -> None:
+    """An option on the command line whose change is left out would do nothing, in silence."""
+    from . import settings
+
+    for change in _process.changes:
+        for option in settings.flags_given(words, change.options):
+            if change not in _process.chosen:
+                raise settings.UsageError(
+                    f"{option.flag} is an option of {change.name}, which {source} leaves out: name it as well, or drop {option.flag}"
+                )
 
 
 def _complete_environment(words: list[str], selection: Selection) -> None:
@@ -245,6 +271,7 @@ def _complete_environment(words: list[str], selection: Selection) -> None:
             raise settings.UsageError(
                 f"its options ask for {change.name}, which {selection.source} leaves out: name it as well, or drop them"
             )
+    _refuse_options_of_others(words, selection.source)
     names = {change.name for change in promised}
     _process.demanded = frozenset(names.union(selection.names or ()))
 

@@ -65,6 +65,8 @@ class Option:
     metavar: str = "VALUE"
     # Called with the text; raises ValueError with a sentence on a bad value.
     check: Callable[[str], Any] | None = None
+    # Variables that a value sets where the user has not, also where the change is not applied.
+    implies: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,8 @@ def _flag_value(words: Sequence[str]) -> str | None:
 def read_options(
     words: Sequence[str], options: Iterable[Option], environ: MutableMapping[str, str]
 ) -> set[str]:
-    """Move the options' values into their variables and check them; the flag wins. Returns the variables that are set."""
+    """Move the options' values into their variables, with what these imply, and check them; the flag wins. Returns the
+    variables that are set."""
     options = list(options)
     parsed = vars(_parse_words(words, options))
     given = set()
@@ -174,7 +175,16 @@ def read_options(
             raise UsageError(f"{source}={value!r}: {problem}") from None
         environ[option.env] = value
         given.add(option.env)
+        for name, implied in option.implies.get(value.lower(), {}).items():
+            environ.setdefault(name, implied)
     return given
+
+
+def flags_given(words: Sequence[str], options: Iterable[Option]) -> list[Option]:
+    """The options that stand on the command line."""
+    options = list(options)
+    parsed = vars(_parse_words(words, options))
+    return [o for o in options if parsed[o.flag.lstrip("-").replace("-", "_")]]
 
 
 def promised_changes(changes: Iterable[Change], given: set[str]) -> list[Change]:

@@ -147,16 +147,25 @@ def _verify_steps(steps: list[None]) -> Iterator[None]:
         importlib.import_module(f"mlx_vlm.speculative.{kind}")
         for kind in ("mtp", "eagle3", "dflash")
     ]
-    commit = modules[0].commit_speculative_round
+    # A patched tree has both in some modules; neither calls the other through them.
+    commits = [
+        (module, name, getattr(module, name))
+        for module in modules
+        for name in ("commit_speculative_round", "commit_round")
+        if hasattr(module, name)
+    ]
 
-    def counted(*args: Any) -> Any:
-        steps.append(None)
-        return commit(*args)
+    def counting(commit: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            steps.append(None)
+            return commit(*args)
 
-    for module in modules:
-        module.commit_speculative_round = counted
+        return counted
+
+    for module, name, commit in commits:
+        setattr(module, name, counting(commit))
     try:
         yield
     finally:
-        for module in modules:
-            module.commit_speculative_round = commit
+        for module, name, commit in commits:
+            setattr(module, name, commit)

@@ -2,9 +2,10 @@
 
     python tools/run_legs.py                    all five legs
     python tools/run_legs.py --legs S,M         some of them
-    python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests
+    python tools/run_legs.py --patch-tests      also: the tests of all patches, on the whole series
+    python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests, then all of these
     python tools/run_legs.py --each-alone       also: every patch that can be taken alone, with its own tests
-    python tools/run_legs.py --each-off         also: leg M without each change, which its tests must notice
+    python tools/run_legs.py --each-off         also: leg M without each change, which some of its tests must notice
     python tools/run_legs.py --legs "" --off NAME,NAME      those alone
     python tools/run_legs.py --legs "" --releases 0.7.6     leg M on releases that pip brings, those alone
     python tools/run_legs.py --each-release     also: leg M on each older release that the plugin knows
@@ -203,27 +204,48 @@ def run_without(name: str, extra: list[str]) -> Outcome:
     env = leg_environment("M", None, None)
     env |= {"CACHEPLUS_OFF": name, "CACHEPLUS_ONLY": name, "CACHEPLUS_SAMPLE": ""}
     arguments = ["-q", "-rfEX", "--timeout", str(TEST_SECONDS), *QUICK, *extra]
-    return run(f"M without {name}", ["tests/behaviour", *arguments], env)
+    outcome = run(f"M without {name}", ["tests/behaviour", *arguments], env)
+    if not outcome.code and not outcome.counts.get("xfailed"):
+        outcome.code = 1
+        outcome.output += f"\nNo test notices that {name} is not there."
+    return outcome
 
 
 def run_patch_tests(name: str, trees: Path, alone: bool = False) -> Outcome:
     """Run the tests that go upstream with a patch, on the tree that ends with it."""
     label = f"alone: {name}" if alone else f"its tests: {name}"
+    file = f"test_{name.replace('-', '_')}.py"
+    return _run_in_tree(label, trees, file, name, alone)
+
+
+def run_all_patch_tests(trees: Path) -> Outcome:
+    """Run the tests of all patches on the whole series: a later patch may break an earlier
+    one's, and upstream runs them all with every patch."""
+    return _run_in_tree("all patches' tests", trees)
+
+
+def _run_in_tree(
+    label: str,
+    trees: Path,
+    file: str = "",
+    upto: str | None = None,
+    alone: bool = False,
+) -> Outcome:
     try:
-        tree = patched_tree(trees, name, alone)
+        tree = patched_tree(trees, upto, alone)
     except NoTree as problem:
         return Outcome(label, 1, 0.0, {}, str(problem))
-    file = tree / "mlx_vlm" / "tests" / f"test_{name.replace('-', '_')}.py"
-    env = leg_environment("P", tree, name)
+    env = leg_environment("P", tree, upto)
     env["PYTHONPATH"] = str(tree)
     arguments = ["-q", "--rootdir", str(tree), "--timeout", str(TEST_SECONDS)]
-    return run(label, [*arguments, str(file)], env)
+    return run(label, [*arguments, str(tree / "mlx_vlm" / "tests" / file)], env)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--legs", default=",".join(LEGS), help="default: %(default)s")
+    add("--patch-tests", action="store_true", help="and the tests of all patches")
     add("--each-patch", action="store_true", help="and each patch by itself")
     add("--each-alone", action="store_true", help="and each patch on what it requires")
     add("--each-off", action="store_true", help="and leg M without each change")
@@ -250,6 +272,8 @@ def _tasks(
         for name in series():
             tasks.append(partial(run_patch_tests, name, trees))
             tasks.append(partial(run_leg, "P", trees, extra, name))
+    if options.each_patch or options.patch_tests:
+        tasks.append(partial(run_all_patch_tests, trees))
     if options.each_alone:
         names = alone_patches()
         tasks += [partial(run_patch_tests, n, trees, alone=True) for n in names]

@@ -61,7 +61,17 @@ def describe_disk(overrides: Any) -> str:
     if found is None:
         return "off"
     size = size_text(found.max_bytes) if found.max_bytes else "no limit"
-    return f"{found.folder}, {size}{', ends of replies wait' if found.sync else ''}"
+    line = f"{found.folder}, {size}{', ends of replies wait' if found.sync else ''}"
+    refused = reason_refused(found.folder)
+    return f"{line}, not used: {refused}" if refused else line
+
+
+def reason_refused(folder: Any) -> str | None:
+    """Why nothing would be kept in a folder, and what to do; nothing is made there."""
+    from ..core.disk_folder import Folder
+    from ..core.disk_index import INDEX
+
+    return Folder(folder, INDEX).reason_refused()
 
 
 class DurableDisk(Change):
@@ -101,6 +111,8 @@ class DurableDisk(Change):
             "Folder in which the prefix cache survives restarts, or off. Default: segments in MLX_VLM_CACHE_HOME.",
             "DIR",
             check_folder,
+            # Stock's disk tier would keep it where this change is left out or cannot be applied.
+            {"off": {"APC_DISK_ENABLED": "0"}},
         ),
         Option(
             "--cacheplus-disk-gb",

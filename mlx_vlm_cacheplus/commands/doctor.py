@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
         _check_startup_file(),
         selection_check,
         _check_prefix_cache(),
+        _check_disk(),
         _check_tenants(),
         _check_port(options.port),
     ]
@@ -182,6 +184,29 @@ def _check_prefix_cache() -> Check:
     given = sorted(name for name in os.environ if name.startswith("APC_"))
     text = ", ".join(f"{name}={os.environ[name]}" for name in given)
     return Check("prefix cache", "ok", text or "stock's defaults; the flag turns it on")
+
+
+def _check_disk() -> Check:
+    """Where the cache would survive a restart, and whether it can."""
+    from ..changes import durable_disk
+
+    try:
+        found = durable_disk.settings(None)
+    except ValueError as problem:
+        return Check("disk", "problem", str(problem), "the server does not start")
+    if found is None:
+        return Check("disk", "ok", "off: the cache does not survive restarts")
+    refused = durable_disk.reason_refused(found.folder)
+    if refused is not None:
+        advice = "the server starts, and keeps nothing there"
+        return Check("disk", "problem", refused, advice)
+    there = next(p for p in (found.folder, *found.folder.parents) if p.exists())
+    free = shutil.disk_usage(there).free
+    detail = f"{durable_disk.describe_disk(None)}, {free / (1 << 30):.0f} GB free"
+    if found.max_bytes is not None and free < found.max_bytes:
+        advice = "less is free than it may take, unless it holds it already; --cacheplus-disk-gb sets less"
+        return Check("disk", "note", detail, advice)
+    return Check("disk", "ok", detail)
 
 
 def _check_tenants() -> Check:

@@ -33,7 +33,7 @@ from .disk_identity import (
 from .disk_settings import DiskSettings, size_text
 from .disk_store import DiskStore
 from .disk_summary import summary
-from .disk_tier import FLUSH_SECONDS, DiskTier
+from .disk_tier import FLUSH_SECONDS, DiskTier, say_left
 from .disk_writer import FAULTS
 from .reply_ids import reply_ids_of
 
@@ -72,7 +72,7 @@ def open_tier(server: Any) -> None:
         logger.debug("Disk cache not opened: %s", fault)
     try:
         _open_tier(server, store, settings)
-    except OSError as fault:
+    except Exception as fault:  # also of a path that no repository can have
         store.close()
         logger.warning("No disk cache: %s", fault)
 
@@ -204,11 +204,7 @@ def flush(manager: Any, seconds: float = FLUSH_SECONDS) -> None:
         return
     left = tier.flush(seconds)
     if left:
-        logger.warning(
-            "Not written to disk in %.0f s: %d paths; they will be read anew",
-            seconds,
-            left,
-        )
+        say_left(left, tier.writer.trouble, seconds)
 
 
 async def flush_at_end(runtime: Any) -> None:

@@ -33,6 +33,10 @@ class Refused(Exception):
     """A folder that is not used; the text says why and what to do."""
 
 
+def _cannot_be_made(path: Path, why: str | None) -> str:
+    return f"{path} cannot be made: {why}: name another folder"
+
+
 class Folder:
     """See the module's text.
 
@@ -58,23 +62,41 @@ class Folder:
             self.path.mkdir(mode=0o700, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise Refused(f"{self.path} is not a folder: name another one") from None
-        self._check()
+        except OSError as fault:
+            raise Refused(_cannot_be_made(self.path, fault.strerror)) from None
+        reason = self._reason()
+        if reason is not None:
+            raise Refused(reason)
+        os.chmod(self.path, 0o700)
         for name in (ENTRIES, SPOILED):
             (self.path / name).mkdir(mode=0o700, exist_ok=True)
         self._opened = _identity(self.path)
 
-    def _check(self) -> None:
+    def reason_refused(self) -> str | None:
+        """Why ``open`` would refuse it, as far as looking tells; nothing is made."""
+        try:
+            if self.path.is_dir():
+                return self._reason()
+            there = next(p for p in (self.path, *self.path.parents) if p.exists())
+            if not there.is_dir():
+                return f"{there} is not a folder: name another one"
+            if not os.access(there, os.W_OK | os.X_OK):
+                return _cannot_be_made(self.path, f"{there} cannot be written to")
+        except OSError as fault:
+            return _cannot_be_made(self.path, fault.strerror)
+        return None
+
+    def _reason(self) -> str | None:
+        """Why the folder that is there is not used; None where it is."""
         found = os.stat(self.path)
         if found.st_uid != os.geteuid():
-            raise Refused(f"{self.path} belongs to user {found.st_uid}: name another")
+            return f"{self.path} belongs to user {found.st_uid}: name another"
         if stat.S_IMODE(found.st_mode) & 0o022:
-            raise Refused(
-                f"others can write to {self.path}: chmod 700 {self.path}, or name another"
-            )
+            return f"others can write to {self.path}: chmod 700 {self.path}, or name another"
         names = set(os.listdir(self.path))
         if names and self.mark not in names and ENTRIES not in names:
-            raise Refused(f"{self.path} holds other files: name an empty folder")
-        os.chmod(self.path, 0o700)
+            return f"{self.path} holds other files: name an empty folder"
+        return None
 
     def is_there(self) -> bool:
         """Whether the folder that was opened is still in its place, and whole."""

@@ -30,7 +30,7 @@ from .disk_index import Entry
 from .disk_intake import Intake
 from .disk_policy import Asking, Root, order
 from .disk_reader import Load
-from .disk_settings import QUEUE_BYTES, size_text
+from .disk_settings import QUEUE_BYTES
 from .disk_spill import Spill
 from .disk_store import DiskStore
 from .disk_sync import Receipt, ReplySync
@@ -202,6 +202,8 @@ class DiskTier:
         while (spill.notes or spill.replies) and time.monotonic() < deadline:
             if self.writer.reads_only:
                 return 0  # what is another server's to keep
+            if self.writer.is_refused:
+                break
             time.sleep(0.02)
         self.writer.flush(max(0.0, deadline - time.monotonic()))
         return len(spill.notes) + self.writer.pending
@@ -301,12 +303,14 @@ class DiskTier:
             tried = self.spill.notes and self.writer.flush(min(1.0, seconds))
             if tried and self.writer.reads_only:
                 self.spill.clear()  # what is another server's to keep
+            if self.writer.is_refused:
+                break
         self._closed = True
         self.cache.tier = None
         notes, paths = len(self.spill.notes), self.writer.pending
         left = self.writer.close(max(0.0, deadline - time.monotonic()))
         if notes or left:
-            say_left(notes + paths, left, seconds)
+            say_left(notes + paths, self.writer.trouble, seconds)
         self.reader.close()
         try:
             self.store.close()
@@ -318,9 +322,10 @@ def _refuse(receipt: Receipt) -> None:
     receipt.tell(False)
 
 
-def say_left(paths: int, nbytes: int, seconds: float) -> None:
-    """One line on what is lost."""
+def say_left(paths: int, trouble: str | None, seconds: float) -> None:
+    """One line on what is lost, and why."""
     logger.warning(
-        "Not written to disk in %.0f s: %d paths, %s; they will be read anew",
-        *(seconds, paths, size_text(nbytes)),
+        "Not written to disk: %d paths, which will be read anew: %s",
+        paths,
+        trouble or f"there was more than {seconds:.0f} s to write",
     )

@@ -83,6 +83,7 @@ class DiskWriter:
         self.is_failing = False
         self._swept = False
         self._said_refused = False
+        self.is_refused = False
         self.reads_only = False
         self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
         self._thread = threading.Thread(
@@ -146,8 +147,11 @@ class DiskWriter:
         """Wait until everything is written; False where it was not in this time."""
         deadline = time.monotonic() + seconds
         with self._changed:
+            tried = self.counts.failures
             self._changed.notify_all()
             while self._waits() or self._busy:
+                if self.is_refused and self.counts.failures > tried:
+                    return False  # until somebody mends the folder
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._thread.is_alive():
                     return False
@@ -323,10 +327,11 @@ class DiskWriter:
                 "Nothing is written to disk while this lasts; requests go on: %s", text
             )
         self.trouble = text
+        self.is_refused = isinstance(fault, Refused)
 
     def _say_fine(self) -> None:
         if self.trouble is not None:
-            self.trouble = None
+            self.trouble, self.is_refused = None, False
             logger.warning("Disk is written again: %s", self.store.folder.path)
 
     # -- one path ----------------------------------------------------------------------

@@ -6,10 +6,14 @@ the time from its begin to its end is its cost, and taking it needs no wait of i
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import os
 from collections import deque
 from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
 
 # How batches are put together: by measured cost, wherever they can be, or never.
 MODE = "MLX_VLM_DRAFT_MERGE"
@@ -33,7 +37,18 @@ RETRY = 512
 
 def mode() -> str:
     """How batches are put together; by measured cost, where nobody says."""
-    return os.environ.get(MODE, "auto")
+    return _known(os.environ.get(MODE) or "auto")
+
+
+@functools.cache
+def _known(word: str) -> str:
+    """The mode that a word stands for.  Who writes another one does not get the default:
+    "off" must not join."""
+    try:
+        return check_mode(word)
+    except ValueError as error:
+        logger.warning("%s: %s; batches take turns", MODE, error)
+        return "never"
 
 
 def check_mode(mode: str) -> str:

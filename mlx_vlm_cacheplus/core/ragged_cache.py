@@ -68,7 +68,7 @@ class HoledKVCache(BatchKVCache):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._holes = [list(row) for row in self._holes]
-        other.offset = mx.array(self.offset)  # stock writes into it
+        other.offset = mx.array(self.offset)  # ``+=`` writes into it
         return other
 
     @property
@@ -108,7 +108,7 @@ class HoledKVCache(BatchKVCache):
             self._right_padding = [int(columns) for columns in right_padding]
 
     def finalize(self) -> None:
-        """Hide the right padding of each row, where stock moves the rows."""
+        """Hide the right padding of each row, where ``BatchKVCache`` moves the rows."""
         padding, self._right_padding = self._right_padding, None
         if padding is None or self.keys is None:
             return
@@ -178,7 +178,7 @@ class HoledKVCache(BatchKVCache):
         self._holes = [[] for _ in counts]
 
     def filter(self, batch_indices: mx.array) -> None:
-        """Keep these rows; as stock's, which waits for the device once a layer."""
+        """Keep these rows; ``BatchKVCache`` waits for the device once a layer."""
         self.compact()
         rows: Any = batch_indices.tolist()
         paddings = [self._paddings()[row] for row in rows]

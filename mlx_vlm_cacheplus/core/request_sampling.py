@@ -67,7 +67,7 @@ def _make_sampler(server: Any, args: Any) -> Callable[[mx.array], mx.array]:
     filters = [] if own is None else [own]
     if own is not None and 0 < args.top_p < 1:
         filters.append(functools.partial(apply_top_p, top_p=args.top_p))
-    if args.min_p:
+    if 0 < args.min_p <= 1:
         filters.append(functools.partial(apply_min_p, min_p=args.min_p))
     if own is not None and args.top_k > 0:
         filters.append(functools.partial(apply_top_k, top_k=args.top_k))

@@ -204,9 +204,10 @@ def _take_rows(taker: Any, batch: Any) -> None:
         "verified_features": None,
         "_rounds_iter": None,
     }
-    # From here on nothing fails half-way.
     for one in (taker, batch):
         batch_drafter.report_back(one)
+    # From here on nothing fails half-way.
+    for one in (taker, batch):
         one._rounds_iter.close()
     install()
     taker.__dict__.pop("rope_deltas_of_all", None)
@@ -259,6 +260,8 @@ def keep_rows_apart(batch: Any) -> None:
 
     Call before its round loop starts; its cache entries may become others.
     """
+    if getattr(batch, "drafted", None) is None:
+        return  # built by hand: nobody knows its rounds
     asked = mode() == "always" or mode() == "auto" and _tried(batch)
     joins = asked and _reason_of_family(batch) is None
     if joins and takes_ragged_rows(batch.draft_model, batch.draft_kind):

@@ -201,7 +201,7 @@ def test_a_hanging_disk_is_a_miss(start, monkeypatch):
     server = start()
     monkeypatch.setattr(disk_tier, "READ_SECONDS", 0.05)
     hold = threading.Event()
-    monkeypatch.setattr(server.store, "read", lambda entry: hold.wait(SECONDS))
+    monkeypatch.setattr(server.store, "read_sections", lambda *_: hold.wait(SECONDS))
     assert server.ask([1, 2, 3, 4])[0] == 0
     hold.set()
 

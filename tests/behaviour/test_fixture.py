@@ -1,10 +1,14 @@
 """The fixture itself, on what stock does right: it must see what the server did."""
 
+import time
+
 import pytest
 
+from tests.fakes import recorder
+from tests.fakes import server as fixture
 from tests.fakes import stuck
 from tests.fakes.replies import RequestFailed
-from tests.fakes.server import user
+from tests.fakes.server import user, wait_for
 
 pytestmark = pytest.mark.guard
 
@@ -51,8 +55,31 @@ def test_exact_repeat_is_reused_and_forwards_less(make_server):
 def test_cancel_hangs_up_at_the_token(make_server):
     server = make_server("hybrid")
     reply = server.cancel(ASK, after=3, script="fox yak sun " * 8)
-    assert 3 <= len(reply.ids) <= 8 and reply.record.finish_reason is None
+    assert len(reply.ids) == 3 and reply.record.finish_reason is None
     assert server.chat(ASK, max_tokens=4).ids
+
+
+def test_cancel_waits_for_a_server_that_is_busy(make_server, monkeypatch):
+    """No token overtakes the hang-up: stock's handler would write it and not be closed."""
+    server = make_server("hybrid")
+    loop = server.host.server.servers[0].get_loop()
+
+    def wait_and_keep_busy(condition, otherwise):
+        wait_for(condition, otherwise)
+        loop.call_soon_threadsafe(time.sleep, 0.5)
+
+    monkeypatch.setattr(fixture, "wait_for", wait_and_keep_busy)
+    reply = server.cancel(ASK, after=3, script="fox yak sun " * 8)
+    assert len(reply.ids) == 3 and reply.record.finish_reason is None
+
+
+def test_cancel_tells_that_no_row_is_cancelled(make_server, monkeypatch):
+    server = make_server("dense")
+    monkeypatch.setattr(recorder, "HOLD_SECONDS", 0.5)
+    monkeypatch.setattr(fixture, "HOLD_SECONDS", 0.5)
+    monkeypatch.setattr(server.generator, "_cancel", lambda uid: None)
+    with pytest.raises(RequestFailed, match="has cancelled no row"):
+        server.cancel(ASK, after=3, script="fox yak sun " * 8)
 
 
 def test_together_shares_a_prefill_batch(make_server):

@@ -221,3 +221,13 @@ def test_families_that_cannot_keep_apart(monkeypatch, mode):
     core.join_batches(generator)
     assert len(generator.speculative_batches) == 2
     assert "accept unequally" in b.draft_figures[10].batching_reason
+
+
+def test_a_batch_that_was_built_by_hand_is_left_alone(monkeypatch):
+    """Its rounds run as they always have; nothing else of it is known."""
+    monkeypatch.setenv(MODE, "always")
+    batch = Batch(0, (5,), (1,), model=target_of("gemma4"))
+    entries = list(batch.prompt_cache)
+    del batch.drafted
+    core.keep_rows_apart(batch)
+    assert batch.prompt_cache == entries

@@ -114,3 +114,12 @@ def test_modes():
     assert [check_mode(mode) for mode in merge_pace.MODES] == list(merge_pace.MODES)
     with pytest.raises(ValueError, match="auto, always, never"):
         check_mode("sometimes")
+
+
+@pytest.mark.parametrize("word", ["off", "0", "Never"])
+def test_a_word_that_is_no_mode_does_not_join(monkeypatch, caplog, word):
+    """Where no option checks it at start; said once, not in every round."""
+    monkeypatch.setenv(merge_pace.MODE, word)
+    merge_pace._known.cache_clear()
+    assert [merge_pace.mode() for _ in range(3)] == ["never"] * 3
+    assert caplog.text.count("give one of auto, always, never") == 1

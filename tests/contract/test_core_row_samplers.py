@@ -109,6 +109,15 @@ class TestRequests:
         drawn = found.sample_target(many, row_ids=[0] * 600, positions=list(range(600)))
         assert set(drawn.tolist()) == allowed and len(allowed) < VOCABULARY
 
+    @pytest.mark.parametrize("min_p", [-0.5, 0.0, 2.0])
+    def test_a_min_p_that_is_none_filters_nothing(self, min_p):
+        """As the server treats a top-p or typical-p out of range; it fails no request."""
+        draw = asked(temperature=1.0, seed=1, min_p=min_p).sampler.sample_target
+        plain = asked(temperature=1.0, seed=1).sampler.sample_target
+        where = {"row_ids": [0] * 3, "positions": [1, 2, 3]}
+        logprobs = logprobs_of(3)
+        assert draw(logprobs, **where).tolist() == plain(logprobs, **where).tolist()
+
     @pytest.mark.parametrize("fields", [{"min_p": 0.1}, {"p_less": True}, {}])
     def test_a_draw_depends_on_seed_and_position_alone(self, fields):
         fields = {"temperature": 3.0, **fields}

@@ -98,6 +98,17 @@ def test_an_assistant_is_shown_the_joined_caches_of_the_target():
         shown_of_target(c, c.prompt_cache)
 
 
+def test_a_fault_in_what_is_reported_closes_no_loop(monkeypatch):
+    def fail(_):
+        raise RuntimeError("planted")
+
+    a, b = Batch(0, (5,), (1,)), Batch(10, (7,), (3,))
+    monkeypatch.setattr(core.batch_drafter, "report_back", fail)
+    generator = generator_of(a, b)
+    core.join_batches(generator)
+    assert generator.speculative_batches == [a, b] and not (a.closed or b.closed)
+
+
 def test_a_fault_leaves_both_as_they_were(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("planted")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_vlm_cacheplus.core import disk_coordination as disk
+from mlx_vlm_cacheplus.core.disk_settings import DiskSettings
 
 
 class Tier:
@@ -23,6 +24,23 @@ class Tier:
 
     def tick(self):
         self.ticks += 1
+
+
+@pytest.mark.parametrize("fault", [OSError("no weights"), ValueError("a path")])
+def test_a_fault_at_start_leaves_a_server_without_a_tier(
+    monkeypatch, caplog, tmp_path, fault
+):
+    """The model is loaded: it answers, with its cache in RAM."""
+
+    def fail(*args):
+        raise fault
+
+    monkeypatch.setattr(disk, "_open_tier", fail)
+    settings = DiskSettings(tmp_path / "segments", None, queue_bytes=1)
+    manager = SimpleNamespace(disk_settings=settings)
+    disk.open_tier(SimpleNamespace(apc_manager=manager, apc_mode="trees"))
+    assert disk.tier_of(manager) is None
+    assert f"No disk cache: {fault}" in caplog.text
 
 
 def step(plain=0, speculative=(), reading=None, others=0):

@@ -75,6 +75,30 @@ def test_a_reply_alone_is_kept(start):
     assert server.store.replies("owner") == [b"tokens"]
 
 
+# Longer than a test may take.
+FOR_EVER = 3600.0
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_nobody_waits_for_a_folder_that_is_refused(start, tmp_path, caplog, end):
+    (tmp_path / "file").write_text("")
+    server = start("dense", folder=tmp_path / "file")
+    server.turn([1, 2, 3], [4])
+    getattr(server.tier, end)(FOR_EVER)
+    assert "file is not a folder: name another one" in caplog.text
+    if end == "close":
+        assert "which will be read anew: Refused" in caplog.text
+
+
+def test_what_waits_for_a_folder_is_written_when_it_is_mended(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    server = start("dense", folder=tmp_path / "file")
+    server.turn([1, 2, 3], [4])
+    assert server.tier.flush(SECONDS) > 0
+    (tmp_path / "file").unlink()
+    assert server.tier.flush(SECONDS) == 0
+
+
 def test_what_is_left_at_the_end_is_said(start, monkeypatch, caplog):
     server = start("hybrid")
     server.turn([1, 2, 3], [4])
@@ -83,7 +107,7 @@ def test_what_is_left_at_the_end_is_said(start, monkeypatch, caplog):
     server.turn([1, 2, 3, 4, 5], [6])
     assert gate.entered.wait(SECONDS)
     server.tier.close(0.0)
-    assert "Not written to disk in 0 s: 2 paths" in caplog.text, "prompt and reply"
+    assert "Not written to disk: 2 paths" in caplog.text, "prompt and reply"
     gate.open.set()
     server.tier.writer._thread.join(SECONDS)
     server = start("hybrid")

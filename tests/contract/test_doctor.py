@@ -34,8 +34,38 @@ def test_healthy(stock):
     document = ask(stock)
     assert document["healthy"] is True and document["mlx_vlm"] == "0.7.10"
     assert states(document) == {"fast": "ready", "second": "ready", "promise": "ready"}
-    assert {row["level"] for row in document["checks"]} == {"ok"}
+    levels = {row["name"]: row["level"] for row in document["checks"]}
+    assert levels.pop("disk") in ("ok", "note"), "how much is free is the machine's"
+    assert set(levels.values()) == {"ok"}
     assert check(document, "mlx")["detail"].split(" on ")[1].startswith("Device(")
+
+
+@pytest.mark.parametrize("folder", ["off", "new/folder"])
+def test_the_disk_of_the_cache(stock, tmp_path, folder):
+    value = folder if folder == "off" else str(tmp_path / folder)
+    found = check(
+        ask(stock, MLX_VLM_CACHEPLUS_DISK=value, MLX_VLM_CACHEPLUS_DISK_GB="0"), "disk"
+    )
+    assert found["level"] == "ok"
+    assert found["detail"].startswith(
+        "off" if folder == "off" else f"{value}, no limit"
+    )
+    assert not (tmp_path / "new").exists(), "nothing is made"
+
+
+def test_less_is_free_than_the_disk_may_take(stock, tmp_path):
+    environ = {"MLX_VLM_CACHEPLUS_DISK": str(tmp_path / "d")}
+    found = check(ask(stock, **environ, MLX_VLM_CACHEPLUS_DISK_GB="1e7"), "disk")
+    assert found["level"] == "note" and "GB free" in found["detail"]
+
+
+def test_a_folder_that_cannot_be_used(stock, tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/below"):
+        path = str(tmp_path / name)
+        found = check(ask(stock, code=1, MLX_VLM_CACHEPLUS_DISK=path), "disk")
+        assert found["level"] == "problem"
+        assert "is not a folder: name another one" in found["detail"]
 
 
 def test_selection_of_the_variable(stock):

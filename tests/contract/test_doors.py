@@ -86,6 +86,14 @@ def test_zero_says_so_when_it_beats_the_flag(stock):
 
 
 @pytest.mark.parametrize(
+    "words, source",
+    [(["--cacheplus=0"], "--cacheplus=0"), (["--cacheplus", "off"], "--cacheplus=off")],
+)
+def test_zero_as_the_flag_says_so_too(stock, words, source):
+    assert stock.script(*words).stderr == f"mlx-vlm-cacheplus: off ({source})\n"
+
+
+@pytest.mark.parametrize(
     "words, variable", [(["--cacheplus=fast"], None), ([], "fast")]
 )
 def test_children_inherit_the_choice(stock, words, variable):
@@ -216,6 +224,18 @@ def test_all_doors_at_once_apply_once(stock):
             ["--cacheplus-depth='x'", "whole number"],
         ),
         (["--cacheplus", "--cacheplus-depth"], {}, ["--cacheplus-depth"]),
+        (["--cacheplus-depth", "7"], {}, ["--cacheplus-depth", "add --cacheplus"]),
+        (["--cacheplus-depth=x"], {}, ["--cacheplus-depth", "add --cacheplus"]),
+        (
+            ["--cacheplus=promise", "--cacheplus-depth=7"],
+            {},
+            ["--cacheplus-depth", "fast", "--cacheplus=promise leaves out"],
+        ),
+        (
+            ["--cacheplus-depth=7"],
+            {"MLX_VLM_CACHEPLUS": "-fast"},
+            ["--cacheplus-depth", "fast", "MLX_VLM_CACHEPLUS=-fast leaves out"],
+        ),
         (
             [],
             {"MLX_VLM_CACHEPLUS": "1", "MLX_VLM_CACHEPLUS_DEPTH": "x"},

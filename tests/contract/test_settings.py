@@ -190,3 +190,21 @@ def test_the_line_of_a_tree_names_no_blocks_and_says_that_the_disk_is_off():
     assert "blocks of" not in line
     line = settings.describe_prefix_cache(Config(), True, "/there, 20 GB")
     assert line.endswith("memory 1.5 GB, disk /there, 20 GB")
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "after"),
+    [
+        ("off", None, "0"),
+        ("OFF", None, "0"),
+        ("off", "1", "1"),
+        ("/somewhere", None, None),
+    ],
+)
+def test_off_holds_for_the_disk_tier_of_stock_too(value, before, after):
+    """Where durable-disk is left out or cannot be applied, stock would write in its place."""
+    from mlx_vlm_cacheplus.changes.durable_disk import CHANGE
+
+    environ = {} if before is None else {"APC_DISK_ENABLED": before}
+    settings.read_options(["--cacheplus-disk", value], CHANGE.options, environ)
+    assert environ.get("APC_DISK_ENABLED") == after

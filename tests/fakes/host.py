@@ -125,8 +125,14 @@ class Host:
     def _serve(self) -> None:
         import uvicorn
 
+        # The client lets a connection go that has been idle for five seconds.  The server
+        # must not be the one that closes it: a request may be on its way.
         config = uvicorn.Config(
-            self.app_module.app, host="127.0.0.1", port=0, log_level="error"
+            self.app_module.app,
+            host="127.0.0.1",
+            port=0,
+            log_level="error",
+            timeout_keep_alive=3600,
         )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)

@@ -29,7 +29,6 @@ from typing import Any
 
 KEY = "cacheplus_test_key"
 HOLD_SECONDS = 10.0
-SLOW_SECONDS = 2.0
 
 
 @dataclass
@@ -37,7 +36,6 @@ class Record:
     """One request as the server saw it.
 
     hold_at: the generation thread stands at this token, once, until ``release()``.
-    slow_until: behind it, each token waits a moment for this to become true.
     asked: how many tokens the request's handler has asked for.
     stuck: what the server did while the request waited too long (see tests.fakes.stuck).
     """
@@ -55,7 +53,6 @@ class Record:
     hold_at: int | None = None
     held: threading.Event = field(default_factory=threading.Event)
     release: Callable[[], bool] | None = None
-    slow_until: Callable[[], bool] | None = None
     asked: int = 0
     stuck: str | None = None
 
@@ -278,8 +275,6 @@ class Recorder:
                 if record.hold_at == len(record.ids):
                     record.held.set()
                     _wait(record.release, HOLD_SECONDS)
-                elif record.slow_until is not None and record.held.is_set():
-                    _wait(record.slow_until, SLOW_SECONDS)
             return original(generator, info, token, finish_reason)
 
         return stream_text

@@ -31,7 +31,6 @@ Errors of the server are RequestFailed (an AssertionError), with .status and .te
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +42,7 @@ import httpx
 from tests.fakes import replies
 from tests.fakes.cold import ColdRun, first_difference
 from tests.fakes.host import REQUEST_SECONDS, Host, Settings
-from tests.fakes.recorder import KEY, Record
+from tests.fakes.recorder import HOLD_SECONDS, KEY, Record
 from tests.fakes.replies import Reply, RequestFailed
 
 Script = str | Sequence[int] | None
@@ -275,34 +274,37 @@ class TinyServer:
     ) -> Reply:
         """Stream, hang up once ``after`` tokens were emitted; see the module's text.
 
-        The hang-up comes while the handler waits for the token at which the row stands:
-        stock loses one that comes earlier.  A few more tokens may be emitted.
+        The row stands at that token until it is cancelled, and the handler waits for it:
+        stock loses a hang-up that meets the handler in a write.  A draft model's rounds
+        may have a few more tokens.
         """
         path, name, budget = ENDPOINTS[endpoint]
         record = self._expect(kw.pop("script", None), kw.pop("then", "stop"))
         record.hold_at = after
         generator = self.generator
-        hung_up = threading.Event()
-        record.release = hung_up.is_set
-        record.slow_until = lambda: bool(generator._cancelled)
+        cancelled = threading.Event()
+
+        def is_cancelled() -> bool:
+            if record.uid in generator._cancelled:
+                cancelled.set()
+            return cancelled.is_set()
+
+        record.release = is_cancelled
         body = self._body({name: messages}, record, True, {budget: 64, **kw})
         with self.host.client.stream("POST", path, json=body) as answer:
             _checked_status(answer)
             if not record.held.wait(REQUEST_SECONDS):
                 raise RequestFailed(0, f"ended before {after} tokens were emitted")
             wait_for(lambda: record.asked >= after, "the handler asks for no token")
-        hung_up.set()
+        if not cancelled.wait(HOLD_SECONDS):
+            raise RequestFailed(0, "the hang-up has cancelled no row")
         self.wait_idle()
         return _with_record(Reply(), record)
 
     def wait_idle(self, seconds: float = 20.0) -> None:
         """Return when no row is active and the loop has come round once more."""
         deadline = time.monotonic() + seconds
-        collected = False
         while time.monotonic() < deadline:
-            if not collected and time.monotonic() > deadline - seconds / 2:
-                gc.collect()  # stock finds some clients gone when it collects only
-                collected = True
             tick = self.recorder.ticks
             if not self.recorder.active and self.generator.requests.empty():
                 while self.recorder.ticks < tick + 2 and time.monotonic() < deadline:

@@ -18,7 +18,8 @@ EDITS: list[AnyEdit] = [
         "from ..shared_prefill import rows_that_share_nothing\n",
     ),
     either(
-        after(
+        # Outside: who may be prefilled together is decided among those that do not wait.
+        before(
             AR,
             "            rows_that_fit_together(self),\n",
             "            rows_that_share_nothing(self),\n",

@@ -35,9 +35,9 @@ EDITS: list[AnyEdit] = [
         within="BatchGenerator._next",
     ),
     either(
-        before(
+        after(
             AR,
-            "            rows_that_fit_together(self),\n",
+            "            rows_survive_errors(self),\n",
             "            rows_of_one_kind(self),\n",
             within="BatchGenerator.next",
         ),
