@@ -163,7 +163,7 @@ def read_options(
     parsed = vars(_parse_words(words, options))
     given = set()
     for option in options:
-        value = parsed[option.flag.lstrip("-").replace("-", "_")]
+        value = parsed[_destination(option)]
         source = option.flag if value is not None else option.env
         value = environ.get(option.env) if value is None else value
         if value is None:
@@ -184,7 +184,11 @@ def flags_given(words: Sequence[str], options: Iterable[Option]) -> list[Option]
     """The options that stand on the command line."""
     options = list(options)
     parsed = vars(_parse_words(words, options))
-    return [o for o in options if parsed[o.flag.lstrip("-").replace("-", "_")]]
+    return [option for option in options if parsed[_destination(option)] is not None]
+
+
+def _destination(option: Option) -> str:
+    return option.flag.lstrip("-").replace("-", "_")
 
 
 def promised_changes(changes: Iterable[Change], given: set[str]) -> list[Change]:

@@ -10,9 +10,9 @@
 CACHEPLUS_LEG names the leg (default M).  CACHEPLUS_UPTO, in P and PM, names the
 last patch of the series that the tree has: tests of later changes are
 deselected.  CACHEPLUS_OFF, in M, names one change that is not applied, nor are those
-that require it: some test that names it must fail as in S; those that pass (xpassed)
-show what other changes give as well, and tests of the changes that go with it are
-deselected.  CACHEPLUS_ONLY
+that require it: a test that names it must fail as in S, so that no other change
+passes it.  Those that say that others do (given_by_others), and tests of the changes
+that go with it, are deselected.  CACHEPLUS_ONLY
 deselects what does not name that change.  ``tools/run_legs.py`` sets all of it and
 prints the table.
 """
@@ -38,6 +38,8 @@ SWITCH = "MLX_VLM_CACHEPLUS"
 MARKERS = (
     "change(name): fails on stock and passes with that change",
     "guard: stock does it right; every leg must pass",
+    "given_by_others(name, id...): without that change other changes give what the test, or its cases whose ids begin so, "
+    "looks at",
 )
 # What a test on stock may fail with: its own assertions, and the server's errors
 # (tests.fakes.replies.RequestFailed is an AssertionError).
@@ -83,6 +85,16 @@ def changes_of(item: pytest.Item) -> list[str]:
     if item.get_closest_marker("guard") is not None:
         return []
     return [name for mark in item.iter_markers("change") for name in mark.args]
+
+
+def given_by_others(item: pytest.Item) -> list[str]:
+    """Return the changes that a test names and that it does not tell from others."""
+    case = getattr(getattr(item, "callspec", None), "id", "")
+    marks = [mark.args for mark in item.iter_markers("given_by_others")]
+    found = [name for name, *ids in marks if not ids or case.startswith(tuple(ids))]
+    if not set(found) <= set(changes_of(item)):
+        raise pytest.UsageError(f"{item.nodeid}: {found} are not all named by it")
+    return found
 
 
 @dataclass
@@ -136,11 +148,11 @@ class Leg:
                     f"{item.nodeid} names no change: mark it "
                     '@pytest.mark.change("<name>") or @pytest.mark.guard'
                 )
-            if only and only not in names:
+            if only and only not in names or self.off in given_by_others(item):
                 dropped.append(item)
             elif self.must_fail(names):
                 missing = [self.off] if self.off else names
-                item.add_marker(_must_fail(self.name, missing, not self.off))
+                item.add_marker(_must_fail(self.name, missing))
             elif not self.can_run(names):
                 dropped.append(item)
         if dropped:
@@ -157,9 +169,9 @@ def remember_items(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[_ITEMS] = items
 
 
-def _must_fail(leg: str, names: Sequence[str], strict: bool) -> pytest.MarkDecorator:
+def _must_fail(leg: str, names: Sequence[str]) -> pytest.MarkDecorator:
     return pytest.mark.xfail(
-        strict=strict,
+        strict=True,
         raises=EXPECTED_FAILURE,
         reason=f"leg {leg}: without {', '.join(names)} this must fail; "
         "if it passes, upstream or another change gives it, or the test shows nothing",

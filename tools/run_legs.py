@@ -5,7 +5,7 @@
     python tools/run_legs.py --patch-tests      also: the tests of all patches, on the whole series
     python tools/run_legs.py --each-patch       also: every patch in series order, with its own tests, then all of these
     python tools/run_legs.py --each-alone       also: every patch that can be taken alone, with its own tests
-    python tools/run_legs.py --each-off         also: leg M without each change, which some of its tests must notice
+    python tools/run_legs.py --each-off         also: leg M without each change, which its tests must notice
     python tools/run_legs.py --legs "" --off NAME,NAME      those alone
     python tools/run_legs.py --legs "" --releases 0.7.6     leg M on releases that pip brings, those alone
     python tools/run_legs.py --each-release     also: leg M on each older release that the plugin knows

@@ -172,6 +172,7 @@ def test_a_prompt_that_is_exactly_prompt_and_reply_computes_a_token(make_server,
 # -- several models in one process -----------------------------------------------------
 @pytest.mark.change("output-tokens")
 @pytest.mark.parametrize("second", ["hybrid", "window"])
+@pytest.mark.given_by_others("output-tokens")
 def test_a_second_model_in_the_same_process(make_server, second):
     for name in ("dense", second, "dense"):
         server = make_server(name, apc_checkpoint_entries=8)

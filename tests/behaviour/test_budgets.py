@@ -51,6 +51,7 @@ def with_room_for(make_server, model, prompts):
 
 @change
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.given_by_others("segment-tree", "hybrid")
 def test_the_session_that_goes_on_is_kept(make_server, model):
     """C09, C24.  Stock keeps the oldest blocks and stores no more of a session."""
     server = with_room_for(make_server, model, 2.2)

@@ -23,6 +23,7 @@ def two_turns(server, **kw):
 
 @pytest.mark.change("draft-state")
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.given_by_others("draft-state")
 def test_c10_a_draft_model_costs_no_reuse(make_server, name):
     _, plain = two_turns(make_server(DRAFTERS[name]))
     _, drafted = two_turns(make_server(DRAFTERS[name], draft_model=name))

@@ -110,6 +110,7 @@ def test_c39_the_next_turn(drafted):
     ],
     indirect=["drafted"],
 )
+@pytest.mark.given_by_others("draft-state", "hybrid-mtp")
 def test_a_prompt_that_leaves_another_anywhere(drafted, keep):
     """Twice: the first departure leaves an end state where the second one departs."""
     server, proposals = drafted
@@ -157,6 +158,7 @@ def test_sampled_replies_are_the_same_warm_and_cold(make_server, name):
 
 
 @change
+@pytest.mark.given_by_others("draft-state")
 def test_the_bundled_session_is_read_once(drafted):
     server, _ = drafted
     head, *rest = map(json.loads, SHORT.read_text().splitlines())
@@ -172,6 +174,7 @@ def test_the_bundled_session_is_read_once(drafted):
 
 @change
 @pytest.mark.parametrize("name", ["dense-eagle3", "hybrid-mtp"])
+@pytest.mark.given_by_others("draft-state")
 def test_eighteen_turns_are_read_once(make_server, name):
     server = make_server(DRAFTERS[name], draft_model=name)
     asked, replies = [notes(48), user("get: amber")], []

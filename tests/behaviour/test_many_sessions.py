@@ -76,6 +76,7 @@ def test_each_reads_what_is_new_and_answers_as_if_alone(make_server, model, coun
         pytest.param("hybrid", marks=pytest.mark.change("row-positions")),
     ],
 )
+@pytest.mark.given_by_others("row-positions", "hybrid")
 def test_nobody_starves(make_server, model):
     """Of agents of equal size the slowest waits at most twice as long as the fastest."""
     server = make_server(model)

@@ -139,6 +139,7 @@ def test_what_was_kept_of_a_shared_round_is_whole(start, family, kind):
         assert one.ids == other.ids
 
 
+@pytest.mark.given_by_others("speculative-merge")
 def test_rows_of_a_target_that_commits_equal_rows_alone_take_turns(start):
     """Joined, they would fail: Laguna raises where they accept unequally."""
     server = start("laguna", "eagle3")

@@ -77,6 +77,7 @@ def test_another_picture_later_in_the_session(make_server):
 
 
 @pytest.mark.change("row-positions")
+@pytest.mark.given_by_others("row-positions")
 def test_two_sessions_with_pictures_at_once(make_server):
     server = make_server("vlm", apc_checkpoint_entries=8)
     asks = [[RULES, look(A)], [RULES, look(B)], [RULES, user("no picture")]]

@@ -55,6 +55,7 @@ def test_cold_rows_of_a_hybrid_are_still_prefilled_together(make_server):
 
 
 @pytest.mark.change("recurrent-rows", "output-tokens")
+@pytest.mark.given_by_others("output-tokens")
 def test_a_reply_that_ends_as_others_are_admitted(make_server):
     """It makes one of them warm, which nobody could know when the step began."""
     server = make_server("hybrid", apc_checkpoint_entries=8)

@@ -69,6 +69,7 @@ def test_a_new_chat_starts_behind_the_system_text(make_server, lines):
 
 @change
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.given_by_others("segment-tree", "dense")
 def test_an_edited_reply_costs_what_follows_the_edit(make_server, model):
     server = make_server(model)
     ask = [records(), user("get: amber3")]

@@ -66,6 +66,7 @@ def test_warm_first_request_of_a_process_starts_at_its_place(make_server, monkey
 
 
 @pytest.mark.change("row-positions")
+@pytest.mark.given_by_others("row-positions")
 def test_batches_that_meet_do_not_mix_their_positions(make_server):
     """Two rows decode while three are prefilled: stock answers 500 to all."""
     server = make_server(

@@ -53,6 +53,7 @@ def reread_ratio(replies):
 @change
 @pytest.mark.parametrize("ask", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.given_by_others("segment-tree", "hybrid", "window")
 def test_a_turn_reads_what_is_new(make_server, model, ask):
     server = make_server(model)
     assert_reads_new(server, session(server, ask=ask))
@@ -77,6 +78,7 @@ def test_quantized_keys_are_kept_as_they_are(make_server):
 
 @change
 @pytest.mark.parametrize("model", ["dense", "hybrid"])
+@pytest.mark.given_by_others("segment-tree", "hybrid")
 def test_two_sessions_beside_each_other(make_server, model):
     """Free replies; they end behind a word, so that their text has all of them."""
     server = make_server(model)
@@ -95,6 +97,7 @@ def test_two_sessions_beside_each_other(make_server, model):
 
 @change
 @pytest.mark.parametrize("model", ["dense", "hybrid"])
+@pytest.mark.given_by_others("segment-tree", "hybrid")
 def test_the_bundled_session_is_read_once(make_server, model):
     server = make_server(model)
     head, *turns = map(json.loads, SHORT.read_text().splitlines())
@@ -109,6 +112,7 @@ def test_the_bundled_session_is_read_once(make_server, model):
 
 @change
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.given_by_others("segment-tree", "hybrid", "window")
 def test_eighteen_turns_are_read_once(make_server, model):
     server = make_server(model)
     replies = session(server, 18, lines=50)

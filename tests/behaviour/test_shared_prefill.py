@@ -274,6 +274,7 @@ def test_two_of_the_followers_share_more(make_server, model):
 
 @change
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.given_by_others("shared-prefill", "hybrid")
 def test_a_shorter_prompt_behind_one_that_waits_for_its_turn(make_server, held, model):
     """It waits for no longer one; the two are read one after the other."""
     server = make_server(model)

@@ -170,6 +170,8 @@ def assert_nothing_is_left(server):
         "window",
     ],
 )
+@pytest.mark.given_by_others("recurrent-rows", "hybrid")
+@pytest.mark.given_by_others("row-positions", "hybrid")
 def test_sessions_at_once_with_hang_ups_and_errors(make_server, model):
     seed = 3
     server = make_server(

@@ -108,6 +108,7 @@ def test_warm_and_cold_rows_that_join_and_leave(make_server, model):
 
 @change
 @pytest.mark.parametrize("model", ["dense", "hybrid"])
+@pytest.mark.given_by_others("segment-tree", "dense")
 def test_tenants_share_nothing(make_server, model):
     server = make_server(model)
     asked, seen = [records(12), user("get: amber3")], {}
@@ -126,6 +127,7 @@ def test_tenants_share_nothing(make_server, model):
 
 
 @change
+@pytest.mark.given_by_others("segment-tree")
 def test_all_of_the_salt_counts(make_server, monkeypatch):
     """Salts that Python's hash() takes for one, and that differ in their high bits alone."""
     server, asked = make_server("dense"), [records(12)]

@@ -226,6 +226,7 @@ def test_all_doors_at_once_apply_once(stock):
         (["--cacheplus", "--cacheplus-depth"], {}, ["--cacheplus-depth"]),
         (["--cacheplus-depth", "7"], {}, ["--cacheplus-depth", "add --cacheplus"]),
         (["--cacheplus-depth=x"], {}, ["--cacheplus-depth", "add --cacheplus"]),
+        (["--cacheplus-depth="], {}, ["--cacheplus-depth", "add --cacheplus"]),
         (
             ["--cacheplus=promise", "--cacheplus-depth=7"],
             {},

@@ -23,27 +23,30 @@ REQUIRES = {
 class Item:
     """A collected test that names some changes, or none: then it is a guard."""
 
-    def __init__(self, *names: str):
+    def __init__(self, *names: str, given: tuple[str, ...] = (), case: str = ""):
         self.nodeid = f"test of {names}"
-        self.names = names
+        self.names, self.given = names, given
+        self.callspec = SimpleNamespace(id=case)
         self.added: list[pytest.MarkDecorator] = []
 
     def get_closest_marker(self, name: str) -> object:
         return None if self.names else object()
 
     def iter_markers(self, name: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(args=self.names)]
+        args = self.names if name == "change" else self.given
+        return [SimpleNamespace(args=args)] if args else []
 
     def add_marker(self, marker: pytest.MarkDecorator) -> None:
         self.added.append(marker)
 
     @property
-    def wanted(self) -> str:
-        """What it must do, or may."""
-        for m in self.added:
-            if m.mark.name == "xfail" and m.mark.kwargs["raises"] is AssertionError:
-                return "fail" if m.mark.kwargs["strict"] else "may fail"
-        return "pass"
+    def must_fail(self) -> bool:
+        return any(
+            m.mark.name == "xfail"
+            and m.mark.kwargs["strict"]
+            and m.mark.kwargs["raises"] is AssertionError
+            for m in self.added
+        )
 
 
 class Config:
@@ -60,13 +63,14 @@ class Config:
 
 
 def outcomes(leg: Leg, *tests: tuple[str, ...]) -> list[str]:
-    """What each test must do: fail, pass, or not run; or that it may fail."""
+    """What each test must do: fail, pass, or not run."""
     items = [Item(*names) for names in tests]
     config = Config(list(items))
     leg.expect(config, items)  # type: ignore[arg-type]
     kept = config.stash[legs._ITEMS]
     assert [i for i in items if i not in config.left] == kept
-    return [i.wanted if i in kept else "not run" for i in items]
+    words = {True: "fail", False: "pass"}
+    return [words[i.must_fail] if i in kept else "not run" for i in items]
 
 
 @pytest.mark.parametrize(
@@ -90,12 +94,11 @@ TESTS = [("tree",), ("state",), ("rows",), ("tree", "drafts"), ("rows", "state")
 
 
 @pytest.mark.parametrize("only, other", [("", "pass"), ("tree", "not run")])
-def test_without_one_change_its_tests_may_fail(monkeypatch, only, other):
-    """Another change may give what they look at; that some do fail is counted."""
+def test_without_one_change_its_tests_must_fail(monkeypatch, only, other):
     monkeypatch.setenv("CACHEPLUS_ONLY", only)
     out = with_dependents("tree", REQUIRES)
     leg = Leg("M", "stock", "on", off="tree", out=out)
-    expected = ["may fail", "not run", other, "may fail", "not run", other]
+    expected = ["fail", "not run", other, "fail", "not run", other]
     assert outcomes(leg, *TESTS) == expected
     assert "without state, tree" in leg.describe()
 
@@ -121,11 +124,40 @@ def test_what_the_caller_has_set_does_not_decide():
     assert env["CACHEPLUS_OFF"] == env["CACHEPLUS_ONLY"] == ""
 
 
+@pytest.mark.parametrize(
+    ("given", "case", "found"),
+    [
+        (("tree",), "", ["tree"]),
+        (("tree", "hybrid"), "hybrid-chat", ["tree"]),
+        (("tree", "hybrid"), "dense-chat", []),
+        ((), "hybrid", []),
+    ],
+)
+def test_what_other_changes_give_too_is_said_by_case(given, case, found):
+    item = Item("tree", "rows", given=given, case=case)
+    assert legs.given_by_others(item) == found
+
+
+def test_it_is_said_of_a_change_that_the_test_names():
+    with pytest.raises(pytest.UsageError, match="not all named"):
+        legs.given_by_others(Item("rows", given=("tree",)))
+
+
+@pytest.mark.parametrize(("leg", "added"), [("M", 0), ("S", 1)])
+def test_without_one_change_what_others_give_is_left_out(leg, added):
+    out = frozenset({"tree"} if leg == "M" else ())
+    leg = Leg(leg, "stock", "on", off="tree" if out else None, out=out)
+    item = Item("tree", given=("tree",))
+    config = Config([item])
+    leg.expect(config, [item])
+    assert len(item.added) == added and len(config.left) == 1 - added
+
+
 @pytest.mark.parametrize(("xfailed", "code"), [(1, 0), (0, 1)])
 def test_without_a_change_that_no_test_notices_the_run_fails(
     monkeypatch, xfailed, code
 ):
-    found = run_legs.Outcome("", 0, 0.0, {"xpassed": 2, "xfailed": xfailed})
+    found = run_legs.Outcome("", 0, 0.0, {"passed": 2, "xfailed": xfailed})
     monkeypatch.setattr(run_legs, "run", lambda *_: found)
     outcome = run_legs.run_without("tree", [])
     assert outcome.code == code
