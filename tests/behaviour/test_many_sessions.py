@@ -72,15 +72,18 @@ def test_each_reads_what_is_new_and_answers_as_if_alone(make_server, model, coun
     "model",
     [
         pytest.param("dense", marks=pytest.mark.guard),
-        # Stock answers some of them with HTTP 500.
+        # Stock answers with HTTP 500 where rows decode while others are prefilled.
         pytest.param("hybrid", marks=pytest.mark.change("row-positions")),
     ],
 )
 @pytest.mark.given_by_others("row-positions", "hybrid")
 def test_nobody_starves(make_server, model):
     """Of agents of equal size the slowest waits at most twice as long as the fastest."""
-    server = make_server(model)
+    server = make_server(model, env={"PREFILL_STEP_SIZE": "16"})
     agents = [Agent(server, f"agent {n}") for n in range(8)]
+    asked = [{"messages": agent.asked, "max_tokens": 40} for agent in agents[:5]]
+    for reply in server.two_groups(asked[:2], 3, asked[2:]):
+        server.assert_cold(reply)
 
     def wait(agent):
         seconds = 0.0
