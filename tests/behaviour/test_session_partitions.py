@@ -191,9 +191,14 @@ def test_an_intruder_pays_for_itself(make_server, model):
     server.assert_cold(agents[0].turn(script=None))
 
 
-@pytest.mark.change("segment-tree")
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.given_by_others("segment-tree", "dense")
+@pytest.mark.parametrize(
+    "model",
+    [
+        # Blocks are shared as well; whole states are not.
+        pytest.param("dense", marks=pytest.mark.guard),
+        pytest.param("hybrid", marks=pytest.mark.change("segment-tree")),
+    ],
+)
 def test_one_system_prompt_is_held_once(make_server, model):
     """C60: those of one owner share it, and nothing else; the tree alone does that."""
     shared = f"shared system\n{records(24)['content']}"
